@@ -1,0 +1,219 @@
+"""Starting the ranks of one machine, and joining them: which backend, which device, one clean end.
+
+`run` starts them (through torch.distributed.run), `init_from_env` is what each of them calls first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 5.0  # between asking the other ranks to end and killing them
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the ranks: its rank of `world_size`, the backend's name and the device to compute on.
+
+    It holds no process group: one that outlives destroy_process_group can abort the process at its exit.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    backend: str
+    device: torch.device
+
+
+def choose_backend(local_world_size: int, local_rank: int, gpus: int, nccl: bool) -> tuple[str, torch.device]:
+    """NCCL when every rank of this machine has a GPU of its own; else gloo, on GPUs that ranks share, or on the CPU."""
+    if nccl and gpus >= local_world_size:
+        return "nccl", torch.device("cuda", local_rank)
+    if gpus:
+        return "gloo", torch.device("cuda", local_rank % gpus)
+    return "gloo", torch.device("cpu")
+
+
+def init_from_env(timeout: timedelta | None = None) -> Ranks:
+    """Initialise the default process group as torchrun's environment says and set this rank's CUDA device.
+
+    Collective over the world. Without such an environment the world is this process alone. `timeout` is that of the
+    group's collectives (None: torch's default). Every machine of the job has to have the same number of GPUs and ranks.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "init_from_env found a process group: call it once, first, or call destroy_process_group before"
+        )
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    backend, device = choose_backend(local_world_size, local_rank, gpus, dist.is_nccl_available())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bound = device if backend == "nccl" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
+    return Ranks(rank, world_size, local_rank, backend, device)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run(nproc: int, argv: Sequence[str], *, module: bool = False) -> int:
+    """Run a script (or, with `module`, a module) on `nproc` ranks of this machine; 0, or the exit code of the rank that failed first.
+
+    `argv` is the script's path or the module's name and its arguments. When a rank fails the others get SIGTERM and, after
+    GRACE_SECONDS, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT end all ranks in the same way. A rank or launcher that
+    was ended by a signal counts as 128 + the signal's number. Output goes where this process's goes.
+    """
+    if nproc < 1:
+        raise ValueError(f"nproc must be at least 1, got {nproc}")
+    if not argv:
+        raise ValueError("argv must name a script or module to run, got nothing")
+    # Slow to import, and needed by launchers alone.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import config_from_args, elastic_launch, parse_args
+
+    options = [
+        f"--nproc-per-node={nproc}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+    ]
+    options += [f"--rdzv-id={uuid.uuid4()}", *(["--module"] if module else [])]
+    with _threads_shared(nproc), _quiet_agent(), _handlers_kept(), _killing_after_failure():
+        config, entrypoint, arguments = config_from_args(parse_args([*options, *argv]))
+        try:
+            elastic_launch(config, entrypoint)(*arguments)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+            print(
+                f"rank {rank} of {nproc} failed with exit code {code}; the others were ended",
+                file=sys.stderr,
+                flush=True,
+            )
+            return code
+        except SignalException as error:
+            return 128 + int(error.sigval)
+    return 0
+
+
+@contextlib.contextmanager
+def _threads_shared(nproc: int) -> Iterator[None]:
+    """OMP_NUM_THREADS for the ranks, unless the caller has set it: the cores divided among them."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+
+
+@contextlib.contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The ranks' own output says what went wrong; the agent's log of its bookkeeping would bury it."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Torch's agent installs handlers of its own and leaves them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _killing_after_failure() -> Iterator[None]:
+    """Kill ranks that outlive a failed one by GRACE_SECONDS; torch's agent would wait 30 s for one that ignores SIGTERM."""
+    if threading.current_thread() is not threading.main_thread() or not sys.platform.startswith("linux"):
+        yield
+        return
+    spared = _children()
+    timer = threading.Timer(GRACE_SECONDS, _kill_children, [spared])
+
+    def on_child(_signal: int, _frame: FrameType | None) -> None:
+        for child in _children() - spared:
+            with contextlib.suppress(ChildProcessError, RuntimeError):  # reaped meanwhile; timer started before
+                ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # looks; the agent reaps
+                if ended and (ended.si_code != os.CLD_EXITED or ended.si_status):
+                    timer.start()
+
+    kept = signal.signal(signal.SIGCHLD, on_child)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGCHLD, kept)
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def _kill_children(spared: set[int]) -> None:
+    for child in _children() - spared:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # each rank leads a process group of its own
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The launcher's command line: `[--nproc N] [-m] SCRIPT_OR_MODULE ARGS...`."""
+    parser = argparse.ArgumentParser(
+        prog="launch",
+        description="Run a script or module on N ranks of this machine: NCCL with a GPU for each, else gloo.",
+    )
+    parser.add_argument(
+        "--nproc", "--nproc-per-node", type=int, default=1, metavar="N", help="number of ranks (default 1)"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("program", help="script, or module with -m")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(argv)
+    if given.nproc < 1:
+        parser.error(f"--nproc must be at least 1, got {given.nproc}")
+    return run(given.nproc, [given.program, *given.args], module=given.module)
