@@ -1,0 +1,108 @@
+"""The `vocabshard` command: one subcommand a module, imported only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from vocabshard.command.errors import InputError
+
+EXIT_BAD_INPUT = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad argument as every other bad input: one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def _shard_sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; nothing heavy is imported for it."""
+    parser = _Parser(prog="vocabshard", description="Log-probabilities of a language model's sharded head.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    score = commands.add_parser(
+        "score",
+        help="score every token of a text with a checkpoint's head",
+        description="Score every token of TEXTFILE with the head of CHECKPOINT, sharded over N ranks.",
+    )
+    score.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="directory with config.json, safetensors and a tokenizer"
+    )
+    score.add_argument("text", metavar="TEXTFILE", help="UTF-8 text")
+    score.add_argument("--out", metavar="FILE.jsonl", required=True, help="where the records go")
+    score.add_argument("--tp", type=int, metavar="N", help="ranks to shard the head over (default: 1, or torchrun's)")
+    score.add_argument(
+        "--sizes",
+        type=_shard_sizes,
+        metavar="A,B,...",
+        help="rows of the head on each rank; their sum is the head's rows, padded or real",
+    )
+    score.add_argument(
+        "--batch-rows", type=int, default=64, metavar="R", help="tokens a call of the head scores (default: 64)"
+    )
+    score.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="what hidden states and head are cast to for the head (default: fp32)",
+    )
+    score.add_argument(
+        "--real-vocab-size",
+        type=int,
+        metavar="V",
+        help="rows of the head that are no padding (default: the config's, else all)",
+    )
+    score.add_argument("--window", type=int, metavar="C", help="tokens the model sees at once (default: the config's)")
+    score.add_argument(
+        "--stride", type=int, metavar="S", help="tokens from one window to the next (default: half a window)"
+    )
+    score.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="T",
+        help="threads for the hidden states, whose bits may depend on it (default: 1)",
+    )
+    score.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+
+    compare = commands.add_parser(
+        "compare",
+        help="compare two files of scores byte by byte",
+        description="Compare two files that `vocabshard score` wrote. "
+        "Exit code 0: same bytes; 1: they differ; 2: they cannot be compared.",
+    )
+    compare.add_argument("first", metavar="A")
+    compare.add_argument("second", metavar="B")
+    compare.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, 1 (`compare`: different) or 2 (bad input, one line on stderr)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser().parse_args(arguments)
+        if args.command == "score":
+            from vocabshard.command.score import score
+
+            return score(args, arguments)
+        from vocabshard.command.compare import compare
+
+        return compare(args)
+    except InputError as error:
+        if not error.printed:
+            print(f"vocabshard: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,98 @@
+"""What `vocabshard score` is asked to do: arguments and input, checked before any rank starts or any model loads."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from vocabshard.command.checkpoint import Checkpoint
+from vocabshard.command.errors import InputError
+from vocabshard.command.hidden import Windows, choose_windows
+from vocabshard.command.tokens import Tokens, read_text, tokenize
+
+TILE = 16  # shard boundaries at multiples of it keep the bytes independent of the sharding
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be scored and how; all of it checked."""
+
+    checkpoint: Checkpoint
+    text: Path
+    out: Path
+    tokens: Tokens
+    sizes: list[int]  # rows of the head on each rank
+    real_vocab_size: int
+    windows: Windows
+    batch_rows: int
+    dtype: str
+    threads: int
+    quiet: bool
+
+
+def choose_tp(args: argparse.Namespace, world_size: int | None) -> int:
+    """The number of shards that --tp, --sizes and torchrun (`world_size`, if it runs us) agree on."""
+    stated = {"--tp": args.tp, "--sizes": args.sizes and len(args.sizes), "torchrun": world_size}
+    given = {name: count for name, count in stated.items() if count is not None}
+    if len(set(given.values())) > 1:
+        raise InputError(
+            "expected one number of ranks, got " + ", ".join(f"{count} by {name}" for name, count in given.items())
+        )
+    tp = next(iter(given.values()), 1)
+    if tp < 1:
+        raise InputError(f"--tp: expected 1 or more, got {tp}")
+    return tp
+
+
+def split_rows(rows: int, tp: int) -> list[int]:
+    """Sizes of `tp` shards of `rows` rows, as even as whole tiles of 16 rows allow; the last ones may be empty."""
+    tiles = -(-rows // TILE)
+    bounds = [min(rows, TILE * -(-tiles * rank // tp)) for rank in range(tp + 1)]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+def choose_sizes(sizes: Sequence[int] | None, tp: int, rows: int, real: int) -> list[int]:
+    """The sizes asked for, or even ones over all rows. Their sum may leave out the padding, not a part of it."""
+    if sizes is None:
+        return split_rows(rows, tp)
+    if min(sizes) < 0 or sum(sizes) not in (rows, real):
+        expected = f"{rows} rows" if rows == real else f"{rows} rows, or {real} without the padding"
+        raise InputError(
+            f"--sizes: expected sizes of 0 or more that add up to the head's {expected}, got "
+            f"{','.join(map(str, sizes))} = {sum(sizes)}"
+        )
+    return list(sizes)
+
+
+def prepare(args: argparse.Namespace, tp: int) -> Job:
+    """Checks everything that can be checked without loading the model. Raises InputError."""
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: the directory {out.parent} does not exist")
+    if out.is_dir():
+        raise InputError(f"--out {out}: is a directory, expected the name of a file")
+    if not os.access(out.parent, os.W_OK):
+        raise InputError(f"--out {out}: the directory {out.parent} is not writable")
+    for name in ("batch_rows", "threads"):
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')}: expected 1 or more, got {getattr(args, name)}")
+    text = read_text(args.text)
+    checkpoint = Checkpoint.open(args.checkpoint)
+    real = checkpoint.real_vocab_size(args.real_vocab_size)
+    return Job(
+        checkpoint=checkpoint,
+        text=Path(args.text),
+        out=out,
+        tokens=tokenize(checkpoint, text, real),
+        sizes=choose_sizes(args.sizes, tp, checkpoint.head_shape[0], real),
+        real_vocab_size=real,
+        windows=choose_windows(checkpoint, args.window, args.stride),
+        batch_rows=args.batch_rows,
+        dtype=args.dtype,
+        threads=args.threads,
+        quiet=args.quiet,
+    )
