@@ -1,0 +1,28 @@
+"""Selected-token log-probs of a language model's head, sharded by vocabulary, the same bytes whatever the sharding."""
+
+from vocabshard.contract import ContractError, Provenance
+from vocabshard.functional import batch_invariant_logp, linear_logp, provenance, vocab_parallel_logp
+from vocabshard.modules import VocabParallelLinearLogp, VocabParallelLMHead
+from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
+from vocabshard.registry import get_logprob_op, get_op
+from vocabshard.shard import VocabShard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ContractError",
+    "GradOptions",
+    "LogpOutput",
+    "Provenance",
+    "SamplingProgram",
+    "VocabParallelLMHead",
+    "VocabParallelLinearLogp",
+    "VocabShard",
+    "__version__",
+    "batch_invariant_logp",
+    "get_logprob_op",
+    "get_op",
+    "linear_logp",
+    "provenance",
+    "vocab_parallel_logp",
+]

@@ -1,0 +1,218 @@
+"""Validation of arguments: what was expected, what came, what to do. Nothing here communicates.
+
+Checks of values (targets, temperatures) run only where asked for: on a GPU they would synchronise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocabshard.contract import CONTRACT_ID, ContractError
+from vocabshard.options import GradOptions
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT_DTYPES = (torch.int32, torch.int64)
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__
+
+
+def tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    """A dense tensor with data, of one of `dtypes`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {_name(value)}")
+    if value.dtype not in dtypes:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}; cast it first")
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device and holds no data; materialise it first")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}; call .to_dense() first")
+
+
+def linear(hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | None) -> None:
+    """The tensors of linear_logp."""
+    tensor("hidden", hidden, FLOAT_DTYPES)
+    tensor("weight", weight, FLOAT_DTYPES)
+    tensor("target_ids", target_ids, INT_DTYPES)
+    if bias is not None:
+        tensor("bias", bias, FLOAT_DTYPES)
+    _same_device(hidden=hidden, weight=weight, target_ids=target_ids, bias=bias)
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [V_local, D], got {list(weight.shape)}")
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be [..., D] with D = {weight.shape[1]} as in weight {list(weight.shape)}, "
+            f"got {list(hidden.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias must be [V_local] = [{weight.shape[0]}] as in weight {list(weight.shape)}, got {list(bias.shape)}"
+        )
+    _targets_match(target_ids, "hidden", hidden)
+    if hidden.dtype != weight.dtype:
+        h, w = (str(t.dtype).removeprefix("torch.") for t in (hidden, weight))
+        raise TypeError(
+            f"hidden is {h} and weight is {w}; cast one (hidden.to(weight.dtype)) or run under torch.autocast"
+        )
+
+
+def logits(
+    logits: Tensor,
+    target_ids: Tensor,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+    validate: bool | None = None,
+) -> None:
+    """The tensors of vocab_parallel_logp and batch_invariant_logp."""
+    tensor("logits", logits, FLOAT_DTYPES)
+    tensor("target_ids", target_ids, INT_DTYPES)
+    _same_device(logits=logits, target_ids=target_ids, rows=rows, out=out)
+    if logits.dim() == 0:
+        raise ValueError("logits must be [..., V], got a scalar")
+    if rows is None:
+        _targets_match(target_ids, "logits", logits)
+    else:
+        _rows(rows, logits, target_ids, validate)
+    if out is not None:
+        tensor("out", out, (torch.float32,))
+        if out.shape != target_ids.shape:
+            raise ValueError(f"out must be shaped as target_ids {list(target_ids.shape)}, got {list(out.shape)}")
+        if torch.is_grad_enabled() and (logits.requires_grad or out.requires_grad):
+            raise ValueError("out= cannot be differentiated; leave it out, or call under torch.no_grad()")
+
+
+def _rows(rows: Tensor, logits: Tensor, target_ids: Tensor, validate: bool | None) -> None:
+    tensor("rows", rows, INT_DTYPES)
+    if logits.dim() != 2:
+        raise ValueError(f"with rows= logits must be [N, V], got {list(logits.shape)}")
+    if rows.dim() != 1 or target_ids.shape != rows.shape:
+        raise ValueError(
+            f"rows must be [M] and target_ids as long, got rows {list(rows.shape)}, target_ids {list(target_ids.shape)}"
+        )
+    if validate is not False and rows.numel():
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= logits.shape[0]:
+            raise ValueError(f"rows must lie in [0, {logits.shape[0]}), got {low if low < 0 else high}")
+
+
+def _same_device(**tensors: Tensor | None) -> None:
+    present = {name: t.device for name, t in tensors.items() if t is not None}
+    first, device = next(iter(present.items()))
+    for name, other in present.items():
+        if other != device:
+            raise ValueError(f"all tensors must be on one device: {first} is on {device}, {name} on {other}; move one")
+
+
+def _targets_match(target_ids: Tensor, name: str, rows: Tensor) -> None:
+    if target_ids.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"target_ids must have {name}'s leading shape {list(rows.shape[:-1])} ({name} is {list(rows.shape)}), "
+            f"got {list(target_ids.shape)}"
+        )
+
+
+def scalar_options(softcap: float | None, ignore_index: int, invalid: str, validate: bool | None) -> None:
+    if softcap is not None and not (
+        isinstance(softcap, (int, float)) and math.isfinite(softcap) and 1e-30 < softcap < 1e30
+    ):
+        raise ValueError(f"softcap must be a finite positive number or None, got {softcap!r}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
+    if invalid not in ("nan", "zero"):
+        raise ValueError(f'invalid must be "nan" or "zero", got {invalid!r}')
+    if validate not in (None, True, False):
+        raise TypeError(f"validate must be None, True or False, got {validate!r}")
+
+
+def contract(requested: Any) -> None:
+    if requested is not None and requested != CONTRACT_ID:
+        raise ContractError(f"contract {requested!r} was asked for; this build has {CONTRACT_ID!r}")
+
+
+def unavailable(**options: Any) -> None:
+    """Options that exist in the interface and not in this version."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"{name} is not available in this version; leave it out")
+
+
+def grad_options(options: GradOptions | None) -> None:
+    if options is None:
+        return
+    if not isinstance(options, GradOptions):
+        raise TypeError(f"grad_options must be a GradOptions, got {_name(options)}")
+    for name, value in vars(GradOptions()).items():
+        if getattr(options, name) is not value and getattr(options, name) != value:
+            raise NotImplementedError(
+                f"GradOptions({name}={getattr(options, name)!r}) is not available in this version"
+            )
+
+
+def temperature_reciprocal(
+    temperature: float | Tensor | None, target_ids: Tensor, validate: bool
+) -> float | Tensor | None:
+    """fp32(1 / double(fp32(T))) as a float, or fp32 [N] for one temperature a row (NaN where T is not usable).
+
+    A tensor of one element counts as a number; on a GPU it is spread over the rows, so that nothing is read back.
+    """
+    if temperature is None:
+        return None
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad:
+            raise NotImplementedError("no gradient flows to temperature; pass temperature.detach()")
+        if not temperature.is_floating_point() or temperature.is_meta:
+            raise TypeError(f"temperature must be a floating-point tensor with data, got {temperature.dtype}")
+        single = temperature.numel() == 1 and temperature.dim() <= 1 and temperature.shape != target_ids.shape
+        if not single and temperature.shape != target_ids.shape:
+            raise ValueError(
+                f"temperature must be a number or one per row {list(target_ids.shape)}, got {list(temperature.shape)}"
+            )
+        if temperature.device != target_ids.device and not (single and temperature.device.type == "cpu"):
+            raise ValueError(f"temperature is on {temperature.device}, target_ids on {target_ids.device}; move one")
+        if not (single and temperature.device.type == "cpu"):
+            return _reciprocal_rows(temperature.reshape(-1).expand(target_ids.numel()), validate)
+        temperature = float(temperature.float().item())
+    elif isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a number, a tensor or None, got {_name(temperature)}")
+    rounded = _fp32(float(temperature))
+    if not (math.isfinite(rounded) and rounded > 0):
+        raise ValueError(f"temperature must be positive and finite (in fp32), got {temperature!r}")
+    reciprocal = _fp32(1.0 / rounded)
+    if not math.isfinite(reciprocal):
+        raise ValueError(f"temperature {temperature!r} is too small: its reciprocal overflows fp32")
+    return None if reciprocal == 1.0 else reciprocal
+
+
+def _fp32(value: float) -> float:
+    """Rounds to fp32; what does not fit becomes inf."""
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+
+
+def _reciprocal_rows(temperature: Tensor, validate: bool) -> Tensor:
+    t = temperature.float()
+    usable = torch.isfinite(t) & (t > 0)
+    if validate and not bool(usable.all()):
+        row = int((~usable).nonzero()[0])
+        raise ValueError(f"temperature must be positive and finite, got {float(t[row])} in row {row}")
+    nan = torch.full_like(t, float("nan"))
+    return torch.where(usable, (1.0 / t.double()).float(), nan).contiguous()
+
+
+def target_values(target_ids: Tensor, ignore_index: int, real_vocab_size: int) -> None:
+    """Raises for the first target that is neither ignored nor a real token id. Reads the tensor back."""
+    bad = (target_ids != ignore_index) & ((target_ids < 0) | (target_ids >= real_vocab_size))
+    if bool(bad.any()):
+        position = bad.nonzero()[0].tolist()
+        value = int(target_ids[tuple(position)])
+        raise ValueError(
+            f"target_ids{position if position else ''} is {value}: expected an id in [0, {real_vocab_size}) "
+            f'or ignore_index = {ignore_index} (validate=False with invalid="nan" or "zero" scores on)'
+        )

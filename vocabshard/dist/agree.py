@@ -1,0 +1,83 @@
+"""Agreement between ranks: everybody gets the same answer or the same error, and nobody is left waiting.
+
+A rank that has already failed joins the collective with its error, so that the others hear of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocabshard.dist.gather import gather_objects, gather_tensors, group_device
+
+
+def raise_together(error: Exception | None, group: Any) -> None:
+    """One collective; raises the error of the lowest failing rank on every rank."""
+    described = None if error is None else (type(error).__name__, str(error))
+    errors = gather_objects(described, group)
+    _raise_first(errors, error)
+
+
+def _raise_first(errors: list[tuple[str, str] | None], own: Exception | None) -> None:
+    failed = [(rank, e) for rank, e in enumerate(errors) if e is not None]
+    if not failed:
+        return
+    if len(errors) == 1 and own is not None:
+        raise own
+    rank, (kind, message) = failed[0]
+    known: dict[str, type[Exception]] = {"TypeError": TypeError, "NotImplementedError": NotImplementedError}
+    raise known.get(kind, ValueError)(f"rank {rank} of the group: {message}") from own
+
+
+def compare(values: list[dict[str, Any]], advice: str) -> None:
+    for name, first in values[0].items():
+        for rank, other in enumerate(values):
+            if other.get(name) != first:
+                raise ValueError(
+                    f"the ranks of the group do not agree on {name}: rank 0 has {first!r}, "
+                    f"rank {rank} has {other.get(name)!r}; {advice}"
+                )
+
+
+def agree_call(error: Exception | None, hashes: dict[str, int], group: Any) -> None:
+    """The per-call agreement of validate=True: one small all-gather of a status and of named int64 hashes.
+
+    Only when something is wrong does a second collective carry the text.
+    """
+    names = sorted(hashes)
+    row = [0 if error is None else 1] + [hashes[name] for name in names]
+    mine = torch.tensor(row, dtype=torch.int64, device=group_device(group))
+    everyone = gather_tensors(mine, group).cpu()
+    if bool((everyone[:, 0] != 0).any()):
+        raise_together(error, group)
+    for i, name in enumerate(names, start=1):
+        different = (everyone[:, i] != everyone[0, i]).nonzero()
+        if len(different):
+            rank = int(different[0])
+            raise ValueError(
+                f"the ranks of the group called with different {name} (ranks 0 and {rank} differ); "
+                f"every rank of a tensor-parallel group must be given the same {name}"
+            )
+
+
+def content_hash(tensor: Tensor) -> int:
+    """An int64 of shape, dtype and bytes; the same on every device. Reads the tensor back."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    words = tensor.detach().contiguous().view(integer).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    chunk = 1 << 20
+    index = torch.arange(min(chunk, words.numel()), dtype=torch.int64, device=tensor.device)
+    mix = (index * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
+    for number, start in enumerate(range(0, words.numel(), chunk)):
+        piece = words[start : start + chunk].to(torch.int64)
+        part = (piece * mix[: piece.numel()]).sum()
+        total = total * 0x2545F4914F6CDD1D + part + number
+    return int(total) ^ text_hash(f"{list(tensor.shape)} {tensor.dtype}")
+
+
+def text_hash(text: str) -> int:
+    """A non-negative int64 of a text. Not Python's hash(), which differs between processes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,84 @@
+"""The fold: gathered records [W, R, N] -> results of each row, in ascending rank order, by a kernel of ours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vocabshard.contract import LOG2E
+from vocabshard.partials import FoldedRows
+
+
+def fold(
+    backend: str, gathered: Tensor, target_ids: Tensor, ignore_index: int, real_vocab_size: int, invalid: str
+) -> FoldedRows:
+    """gathered int64 [W, R, N] and target_ids int64 [N] of global ids -> FoldedRows, [N] each.
+
+    An ignored row's logp is 0; a target that is no real id gives NaN or 0 by `invalid`. No host synchronisation.
+    """
+    if backend == "torch":
+        return _fold_library(gathered, target_ids, ignore_index, real_vocab_size, invalid)
+    if gathered.device.type == "cpu":
+        return _fold_cpu(gathered, target_ids, ignore_index, real_vocab_size, invalid)
+    raise ValueError(f"no fold kernel for device {gathered.device.type!r}")
+
+
+def _new_rows(gathered: Tensor, entropy: bool) -> FoldedRows:
+    rows = gathered.shape[2]
+
+    def new(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, dtype=dtype, device=gathered.device)
+
+    return FoldedRows(new(), new(), new() if entropy else None, new(torch.int32), new(), new())
+
+
+def _fold_cpu(
+    gathered: Tensor, target_ids: Tensor, ignore_index: int, real_vocab_size: int, invalid: str
+) -> FoldedRows:
+    from vocabshard import _C
+
+    gathered = gathered.contiguous()
+    world_size, words, rows = gathered.shape
+    entropy = words > 4
+    out = _new_rows(gathered, entropy)
+    _C.cpu_fold(
+        gathered.data_ptr(),
+        world_size,
+        words,
+        rows,
+        target_ids.data_ptr(),
+        ignore_index,
+        real_vocab_size,
+        invalid == "nan",
+        out.logp.data_ptr(),
+        out.lse.data_ptr(),
+        out.entropy.data_ptr() if out.entropy is not None else 0,
+        out.lse2_int.data_ptr(),
+        out.lse2_frac.data_ptr(),
+        out.maximum.data_ptr(),
+    )
+    return out
+
+
+def _fold_library(
+    gathered: Tensor, target_ids: Tensor, ignore_index: int, real_vocab_size: int, invalid: str
+) -> FoldedRows:
+    """For backend="torch": records of four fp64 words (vocabshard/kernels/reference.py)."""
+    lses, targets, means, maxima = gathered.view(torch.float64).unbind(1)
+    lse = torch.logsumexp(lses, 0)
+    empty = torch.isneginf(lse)
+    share = torch.where(empty, 0.0, (lses - lse).exp())
+    entropy = torch.where(empty, 0.0, lse - torch.where(share == 0, 0.0, share * means).sum(0)).clamp(min=0)
+    entropy = torch.where(torch.isnan(lse), lse, entropy)
+    poisoned = torch.isnan(lse) | (lse == float("inf"))
+    nan = torch.full_like(lse, float("nan"))
+    logp = torch.where(empty, lse, (targets.amax(0) - lse).clamp(max=0))
+    logp, lse, entropy = (torch.where(poisoned, nan, x) for x in (logp, lse, entropy))
+    valid = (target_ids >= 0) & (target_ids < real_vocab_size)
+    logp = torch.where(valid, logp, nan if invalid == "nan" else torch.zeros_like(nan))
+    logp = torch.where(target_ids == ignore_index, 0.0, logp)
+    lse2 = torch.where(empty, 0.0, lse * LOG2E)
+    whole = torch.where(poisoned, 0.0, lse2.round())
+    return FoldedRows(
+        logp.float(), lse.float(), entropy.float(), whole.int(), (lse2 - whole).float(), maxima.amax(0).float()
+    )

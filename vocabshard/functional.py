@@ -1,0 +1,249 @@
+"""The public functions: check, agree, flatten, apply, shape back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vocabshard import checks
+from vocabshard.autograd import LinearLogp, LogitsLogp
+from vocabshard.contract import Provenance
+from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
+from vocabshard.plan import Operands, Plan, Request, make_plan
+from vocabshard.shard import VocabShard
+
+
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    target_ids: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tp_group: Any = None,
+    vocab_start_index: int | None = None,
+    global_vocab_size: int | None = None,
+    real_vocab_size: int | None = None,
+    shard: VocabShard | None = None,
+    temperature: float | Tensor | None = None,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    invalid: str = "nan",
+    validate: bool | None = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_logits: bool = False,
+    sampling: SamplingProgram | None = None,
+    cut: Tensor | None = None,
+    grad_options: GradOptions | None = None,
+    sequence_parallel: bool = False,
+    backend: str = "auto",
+    strict: bool = False,
+    contract: str | None = None,
+) -> Tensor | LogpOutput:
+    """Log-prob of each target under softmax(cap(hidden @ weight.T + bias) / temperature), weight sharded by vocabulary.
+
+    Never holds the [N, V_local] logits, forward or backward (unless return_logits asks for them).
+
+    Args:
+        hidden: [..., D] fp32, bf16 or fp16; the same on every rank of the group. [D] is a single row.
+        weight: [V_local, D], this rank's rows, hidden's dtype (torch.autocast casts both). A DTensor with Shard(0)
+            brings its own group and range.
+        target_ids: [...] int32 or int64, GLOBAL ids, the same on every rank.
+        bias: [V_local], any of the three dtypes, or None.
+        tp_group: the tensor-parallel ProcessGroup; None is this process alone.
+        vocab_start_index, global_vocab_size: this shard's first id and the sum of all V_local, checked when given.
+            Ranges are the prefix sums of V_local in group-rank order.
+        real_vocab_size: ids from here on are padding: excluded whatever they hold, NaN too. Padded weights MUST say
+            it; without it every column counts as real vocabulary.
+        shard: a VocabShard instead of the four above.
+        temperature: a number, a tensor with one element, or one value a row ([...]). y = z * fp32(1 / T). In a
+            per-row tensor an unusable value gives a NaN row (a ValueError under validate).
+        softcap: z becomes softcap * tanh(z / softcap), before temperature.
+        ignore_index: rows with this target give 0 and no gradient through logp; may be a valid id.
+        invalid: what a target that is neither ignored nor in [0, real_vocab_size) gives: "nan" or "zero".
+        validate: check target and temperature values, and with a group that all ranks called alike (one small
+            collective; every rank gets the same error). None: on for the CPU and torch backends, off on GPUs, where
+            it synchronises.
+        return_lse, return_entropy, return_logits: more parts, in a LogpOutput. Entropy in nats. Logits are fp32
+            [..., V_local], before temperature, -inf in padding, not differentiable.
+        backend: "auto", or a name; there is no silent fallback, see `provenance`.
+        strict: raise ContractError unless the bytes are those of the contract.
+        contract: the contract id that is expected, or None.
+
+    Returns:
+        fp32 [...], or LogpOutput(logp, lse, entropy, logits, maximum, provenance) when anything more was asked for.
+
+    Differentiable in hidden, weight and bias through logp, lse and entropy, a different upstream gradient in every
+    row. Upstream gradients must be the same on every rank. grad_hidden is summed over the group in fp32 and rounded
+    once; weight and bias gradients stay on the rank that holds the shard.
+
+    Collectives: one all-gather of 32 (56 with entropy) bytes a row in the forward, one all-reduce of fp32 grad_hidden
+    in the backward when hidden needs a gradient; plus, once per shard, the agreement of VocabShard.
+
+    Determinism: logp, lse and entropy are the same bytes for any W, shard boundary at a multiple of 16, batch,
+    padding and launch (csrc/contract.h). Gradients are the same bytes from run to run.
+
+    Raises:
+        ValueError, TypeError: bad shapes, dtypes, devices, values. ContractError: strict or contract not honoured.
+        NotImplementedError: an option that this version does not have.
+    """
+    checks.unavailable(sampling=sampling, cut=cut, sequence_parallel=sequence_parallel)
+    checks.grad_options(grad_options)
+    request = Request(
+        tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
+        invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
+    )  # fmt: skip
+    request, operands = _linear_operands(request, hidden, weight, target_ids, bias)
+    plan = make_plan(request, operands, lambda: checks.linear(*operands))
+    hidden, weight, _, bias = operands
+    logp, lse, entropy, logits, _ = LinearLogp.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, plan.target_ids, plan.inv_temperature, plan.call
+    )
+    shape = target_ids.shape
+    if not (return_lse or return_entropy or return_logits):
+        return logp.view(shape)
+    return LogpOutput(
+        logp.view(shape),
+        lse.view(shape) if return_lse else None,
+        entropy.view(shape) if return_entropy else None,
+        logits.view(*shape, weight.shape[0]) if return_logits else None,
+        provenance=plan.provenance(weight.device),
+    )
+
+
+def vocab_parallel_logp(
+    local_logits: Tensor,
+    target_ids: Tensor,
+    *,
+    tp_group: Any = None,
+    vocab_start_index: int | None = None,
+    global_vocab_size: int | None = None,
+    real_vocab_size: int | None = None,
+    shard: VocabShard | None = None,
+    temperature: float | Tensor | None = None,
+    ignore_index: int = -100,
+    invalid: str = "nan",
+    validate: bool | None = None,
+    return_lse: bool = True,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+    strict: bool = False,
+    contract: str | None = None,
+) -> LogpOutput:
+    """Log-prob of each target from logits that exist, [..., V_local] on each rank of the group.
+
+    The same softmax layer as `linear_logp`, so the same bytes for the same logits. Arguments mean what they mean
+    there; local_logits is fp32, bf16 or fp16. The gradient with respect to local_logits stays on its rank, in the
+    logits' dtype. inplace_backward=True lets the backward overwrite the logits with it (they are lost; the backward
+    can then run once).
+
+    Returns: LogpOutput, [0] logp and [1] lse (None with return_lse=False).
+    Collectives: one all-gather of 32 (56 with entropy) bytes a row in the forward, none in the backward.
+    """
+    request = Request(
+        tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, None, ignore_index,
+        invalid, validate, return_entropy, False, inplace_backward, backend, strict, contract,
+    )  # fmt: skip
+    operands = Operands(None, local_logits, target_ids)
+    plan = make_plan(request, operands, lambda: checks.logits(local_logits, target_ids))
+    logp, lse, entropy, _ = _apply_logits(local_logits, plan, None)
+    shape = target_ids.shape
+    return LogpOutput(
+        logp.view(shape),
+        lse.view(shape) if return_lse else None,
+        entropy.view(shape) if entropy is not None else None,
+        provenance=plan.provenance(local_logits.device),
+    )
+
+
+def batch_invariant_logp(
+    logits: Tensor,
+    target_ids: Tensor,
+    ignore_index: int = -100,
+    validate: bool | None = None,
+    *,
+    temperature: float | Tensor | None = None,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+    invalid: str = "nan",
+    return_lse: bool = False,
+    return_max: bool = False,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+) -> Tensor | LogpOutput:
+    """Log-prob of each target from unsharded logits [..., V], the same bytes whatever the batch around a row.
+
+    Args:
+        rows: int32 or int64 [M]: which rows of logits [N, V] to score, in any order; target_ids is then [M] and so
+            is the result. Rows left out get exactly zero gradient, repeated ones add up. Out of range: ValueError
+            (which reads the index back on a GPU unless validate=False).
+        out: fp32 tensor of the result's shape that logp is written into; not with logits that require grad.
+        return_lse, return_max, return_entropy: more parts, in a LogpOutput (max: of the logits after temperature).
+        Others as in `linear_logp` and `vocab_parallel_logp`.
+
+    Returns: fp32 logp shaped as target_ids, or a LogpOutput when more was asked for.
+    """
+    request = Request(
+        temperature=temperature, ignore_index=ignore_index, invalid=invalid, validate=validate, entropy=return_entropy,
+        inplace_backward=inplace_backward, backend=backend,
+    )  # fmt: skip
+    operands = Operands(None, logits, target_ids)
+    plan = make_plan(request, operands, lambda: checks.logits(logits, target_ids, rows, out, validate))
+    logp, lse, entropy, maximum = _apply_logits(logits, plan, rows)
+    shape = target_ids.shape
+    result = logp.view(shape)
+    if out is not None:
+        result = out.copy_(result)
+    if not (return_lse or return_max or return_entropy):
+        return result
+    return LogpOutput(
+        result,
+        lse.view(shape) if return_lse else None,
+        entropy.view(shape) if entropy is not None else None,
+        maximum=maximum.view(shape) if return_max else None,
+        provenance=plan.provenance(logits.device),
+    )
+
+
+def provenance(
+    hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | None = None, **options: Any
+) -> Provenance:
+    """What `linear_logp` with these arguments would run, without running it. Collective as that call would be.
+
+    The choice is a pure function of the arguments, so this is also what such a call did run; a LogpOutput carries it.
+    """
+    names = {"return_entropy": "entropy", "return_logits": "logits", "return_lse": None, "grad_options": None}
+    options = {names.get(name, name): value for name, value in options.items()}
+    options.pop(None, None)
+    request, operands = _linear_operands(Request(**options), hidden, weight, target_ids, bias)
+    return make_plan(request, operands, lambda: checks.linear(*operands)).provenance(weight.device)
+
+
+def _linear_operands(
+    request: Request, hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | None
+) -> tuple[Request, Operands]:
+    """Autocast's casts, and the local part of a DTensor, both seen by autograd."""
+    if isinstance(hidden, Tensor) and isinstance(weight, Tensor) and torch.is_autocast_enabled(weight.device.type):
+        dtype = torch.get_autocast_dtype(weight.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if isinstance(weight, Tensor) and hasattr(weight, "to_local"):
+        shard = request.shard
+        if shard is None:
+            shard = VocabShard.of_dtensor(weight, real_vocab_size=request.real_vocab_size)
+            request = request._replace(shard=shard)
+        weight = weight.to_local()
+    if isinstance(bias, Tensor) and hasattr(bias, "to_local"):
+        bias = bias.to_local()
+    return request, Operands(hidden, weight, target_ids, bias)
+
+
+def _apply_logits(logits: Tensor, plan: Plan, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    flat = logits.reshape(-1, logits.shape[-1])
+    if flat.stride(-1) != 1 and flat.shape[-1] > 1:
+        flat = flat.contiguous()
+    index = None if rows is None else rows.to(torch.int64).contiguous()
+    return LogitsLogp.apply(flat, plan.target_ids, plan.inv_temperature, index, plan.call)

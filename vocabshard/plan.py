@@ -1,0 +1,248 @@
+"""From the arguments of a call to what it runs: checks, agreement between ranks, choice of backend, provenance."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocabshard import checks, kernels
+from vocabshard import contract as C
+from vocabshard.autograd import Call
+from vocabshard.contract import ContractError, Provenance
+from vocabshard.dist import agree
+from vocabshard.dist.gather import rank_and_size
+from vocabshard.kernels.problem import LocalProblem
+from vocabshard.shard import VocabShard, check_fits, shard_for_call
+
+_log = logging.getLogger("vocabshard")
+_told: set[str] = set()
+
+
+class Request(NamedTuple):
+    """The arguments that the public functions share."""
+
+    tp_group: Any = None
+    vocab_start_index: int | None = None
+    global_vocab_size: int | None = None
+    real_vocab_size: int | None = None
+    shard: VocabShard | None = None
+    temperature: float | Tensor | None = None
+    softcap: float | None = None
+    ignore_index: int = -100
+    invalid: str = "nan"
+    validate: bool | None = None
+    entropy: bool = False
+    logits: bool = False
+    inplace_backward: bool = False
+    backend: str = "auto"
+    strict: bool = False
+    contract: str | None = None
+
+
+class Operands(NamedTuple):
+    """The tensors of a call. `matrix` holds this rank's share: weight [V_local, D], or logits [..., V_local]."""
+
+    hidden: Tensor | None
+    matrix: Tensor
+    target_ids: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def local_size(self) -> int:
+        return self.matrix.shape[-1] if self.hidden is None else self.matrix.shape[0]
+
+    @property
+    def same_on_every_rank(self) -> dict[str, Tensor]:
+        given = {"hidden": self.hidden, "target_ids": self.target_ids}
+        return {name: t for name, t in given.items() if t is not None}
+
+
+class Plan(NamedTuple):
+    """What a call will run: decided once, read by the call and by its provenance."""
+
+    call: Call
+    shard: VocabShard
+    choice: kernels.Choice
+    inv_temperature: float | Tensor | None
+    target_ids: Tensor  # int64 [N]
+
+    def provenance(self, device: torch.device) -> Provenance:
+        call, choice = self.call, self.choice
+        if self.inv_temperature is None:
+            temperature = "none"
+        else:
+            temperature = "per-row" if isinstance(self.inv_temperature, Tensor) else "scalar"
+        bearing, reason = _bearing(choice, self.shard)
+        return Provenance(
+            C.CONTRACT_ID,
+            choice.projection,
+            choice.backend,
+            str(device.type),
+            bearing,
+            reason,
+            C.TILE,
+            C.EXP_ID,
+            C.TREE_ID,
+            C.SUM_ID,
+            call.real_vocab_size,
+            self.shard.ranges,
+            call.problem.softcap,
+            temperature,
+            kernels.build_id(),
+        )
+
+
+def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -> Plan:
+    """Checks the arguments, lets the ranks agree, and chooses. Collective when a group is given (see linear_logp)."""
+    group = _group_of(request)
+    error: Exception | None = None
+    choice = None
+    try:
+        rank_and_size(group)
+        checks.scalar_options(request.softcap, request.ignore_index, request.invalid, request.validate)
+        checks.contract(request.contract)
+        check()
+        choice = _choose(request, operands)
+    except (TypeError, ValueError, NotImplementedError, ContractError) as e:
+        error = e
+    validate = _validates(request, operands, choice)
+    if group is None or not validate or isinstance(error, ContractError):
+        if error is not None:
+            raise error
+    else:
+        agree.agree_call(error, {} if error else _hashes(request, operands), group)
+    assert choice is not None  # every way here without a choice has raised
+
+    shard = request.shard
+    if shard is None:
+        shard = shard_for_call(
+            operands.local_size, group, request.vocab_start_index, request.global_vocab_size, request.real_vocab_size
+        )
+    else:
+        _check_shard_arguments(request, shard)
+        check_fits(shard, operands.local_size, request.vocab_start_index)
+    shard.agree_first_use(_first_use(request, operands, choice), None if operands.hidden is None else operands.matrix)
+
+    target_ids, inv_temperature = operands.target_ids, None
+    error = None
+    try:
+        inv_temperature = checks.temperature_reciprocal(request.temperature, target_ids, validate)
+        if validate:
+            checks.target_values(target_ids, request.ignore_index, shard.real_vocab_size)
+        _check_strict(request, choice, shard)
+    except (TypeError, ValueError, NotImplementedError, ContractError) as e:
+        error = e
+    if error is not None:
+        # target_ids, options and ranges are agreed by now, so every rank that validates raises the same
+        raise error
+    problem = LocalProblem(shard.start, shard.valid, request.softcap, request.entropy)
+    call = Call(
+        kernel=kernels.module(choice.backend),
+        backend=choice.backend,
+        problem=problem,
+        group=shard.group,
+        ignore_index=request.ignore_index,
+        real_vocab_size=shard.real_vocab_size,
+        invalid=request.invalid,
+        want_logits=request.logits,
+        inplace_backward=request.inplace_backward,
+    )
+    flat = target_ids.reshape(-1).to(torch.int64).contiguous()
+    return Plan(call, shard, choice, inv_temperature, flat)
+
+
+def _group_of(request: Request) -> Any:
+    """The ProcessGroup of a call; a one-dimensional DeviceMesh stands for its group."""
+    if request.shard is not None:
+        if not isinstance(request.shard, VocabShard):
+            raise TypeError(f"shard must be a VocabShard, got {type(request.shard).__name__}")
+        if request.tp_group is not None and request.tp_group != request.shard.group:
+            raise ValueError("shard and tp_group name different groups; give one of the two")
+        return request.shard.group
+    return request.tp_group
+
+
+def _check_shard_arguments(request: Request, shard: VocabShard) -> None:
+    for name, given, has in (
+        ("global_vocab_size", request.global_vocab_size, shard.padded_vocab_size),
+        ("real_vocab_size", request.real_vocab_size, shard.real_vocab_size),
+    ):
+        if given is not None and given != has:
+            raise ValueError(f"{name} is {given}, but shard says {has}; give one of the two")
+
+
+def _choose(request: Request, operands: Operands) -> kernels.Choice:
+    matrix = operands.matrix
+    choice = kernels.select_backend(request.backend, matrix.device, matrix.dtype, operands.hidden is None)
+    if request.backend == "auto" and choice.reason and choice.reason not in _told:
+        _told.add(choice.reason)
+        _log.warning('backend="auto" chose %r: %s', choice.backend, choice.reason)
+    return choice
+
+
+def _validates(request: Request, operands: Operands, choice: kernels.Choice | None) -> bool:
+    if isinstance(request.validate, bool):
+        return request.validate
+    on_cpu = isinstance(operands.matrix, Tensor) and operands.matrix.device.type == "cpu"
+    return on_cpu or (choice is not None and choice.backend == "torch")
+
+
+def _hashes(request: Request, operands: Operands) -> dict[str, int]:
+    """What the ranks of a group must have in common, as int64s."""
+    tensors = operands.same_on_every_rank
+    hashes = {name: agree.content_hash(t) for name, t in tensors.items()}
+    temperature = request.temperature
+    if isinstance(temperature, Tensor):
+        hashes["temperature"] = agree.content_hash(temperature.detach().float())
+        temperature = None
+    needs_grad = operands.hidden is not None and operands.hidden.requires_grad and torch.is_grad_enabled()
+    options = (
+        request.real_vocab_size,
+        request.global_vocab_size,
+        request.softcap,
+        request.ignore_index,
+        request.invalid,
+        request.entropy,
+        request.backend,
+        temperature,
+        request.shard is None,
+        needs_grad,
+    )
+    hashes["options"] = agree.text_hash(repr(options))
+    return hashes
+
+
+def _first_use(request: Request, operands: Operands, choice: kernels.Choice) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "contract": C.CONTRACT_ID,
+        "projection": choice.projection,
+        "dtype": str(operands.matrix.dtype),
+        "softcap": request.softcap,
+    }
+    if operands.hidden is not None:
+        described["D"] = operands.hidden.shape[-1]
+        described["use of a bias"] = operands.bias is not None
+    return described
+
+
+def _bearing(choice: kernels.Choice, shard: VocabShard) -> tuple[bool, str]:
+    if not choice.contract_bearing:
+        return False, choice.reason
+    if not shard.aligned:
+        return False, f"shard boundaries {list(shard.ranges)} are not multiples of {C.TILE}"
+    return True, ""
+
+
+def _check_strict(request: Request, choice: kernels.Choice, shard: VocabShard) -> None:
+    if not request.strict:
+        return
+    bearing, reason = _bearing(choice, shard)
+    if not bearing:
+        raise ContractError(
+            f"strict=True asked for contract {C.CONTRACT_ID}; backend {choice.backend!r} with projection "
+            f"{choice.projection!r} does not bear it: {reason}; change that, or score with strict=False"
+        )
