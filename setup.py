@@ -1,7 +1,7 @@
 """Builds vocabshard._C with pybind11 and a C++17 compiler, and its CUDA side where nvcc is found.
 
-Neither torch nor a GPU takes part. `VOCABSHARD_CUDA=0` leaves the CUDA side out, `VOCABSHARD_CUDA=1` makes a missing nvcc an error.
-`CXX` and `CUDA_HOME` choose the compilers.
+Neither torch nor a GPU takes part. `VOCABSHARD_CUDA=0` leaves the CUDA side out, `VOCABSHARD_CUDA=1` makes a missing
+nvcc an error. `CXX` and `CUDA_HOME` choose the compilers.
 """
 
 import hashlib
@@ -98,11 +98,9 @@ def compile_one(source: Path, command: list[str], salt: bytes) -> Path:
         output = call([*command, "-c", str(source), "-o", str(partial)])
         target.with_suffix(".log").write_text(output)
         shown = (
-            [line for line in output.splitlines() if not line.startswith("ptxas info")]
-            if "nvcc" in command[0]
-            else [output]
-        )
-        print("\n".join([shlex.join([*command, "-c", str(source)]), *filter(str.strip, shown)]), flush=True)
+            "" if source.suffix == ".cu" and "warning" not in output else output
+        )  # ptxas reports registers each time
+        print(shlex.join([*command, "-c", str(source)]), shown, sep="\n", end="", flush=True)
         partial.replace(target)
     return target
 
@@ -153,11 +151,5 @@ def relative(paths: list[Path]) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
-setup(
-    ext_modules=[
-        Extension(
-            "vocabshard._C", relative([*cpu_sources(), *cuda_sources()[1]]), depends=relative(headers()), language="c++"
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension},
-)
+extension = Extension("vocabshard._C", relative([*cpu_sources(), *cuda_sources()[1]]), depends=relative(headers()))
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})

@@ -56,9 +56,7 @@ def init_from_env(timeout: timedelta | None = None) -> Ranks:
     group's collectives (None: torch's default). Every machine of the job has to have the same number of GPUs and ranks.
     """
     if dist.is_initialized():
-        raise RuntimeError(
-            "init_from_env found a process group: call it once, first, or call destroy_process_group before"
-        )
+        raise RuntimeError("init_from_env found a process group: call it once, or destroy_process_group before")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -83,11 +81,12 @@ def free_port() -> int:
 
 
 def run(nproc: int, argv: Sequence[str], *, module: bool = False) -> int:
-    """Run a script (or, with `module`, a module) on `nproc` ranks of this machine; 0, or the exit code of the rank that failed first.
+    """Run a script (or, with `module`, a module) on `nproc` ranks of this machine.
 
-    `argv` is the script's path or the module's name and its arguments. When a rank fails the others get SIGTERM and, after
-    GRACE_SECONDS, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT end all ranks in the same way. A rank or launcher that
-    was ended by a signal counts as 128 + the signal's number. Output goes where this process's goes.
+    `argv` is the script's path or the module's name and its arguments. Returns 0, or the exit code of the rank that
+    failed first, 128 + the signal's number for one that a signal ended. When a rank fails the others get SIGTERM and,
+    after GRACE_SECONDS, SIGKILL. SIGINT, SIGTERM, SIGHUP and SIGQUIT to this process reach all ranks and end the run
+    (128 + the number). Output goes where this process's goes.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
@@ -96,27 +95,20 @@ def run(nproc: int, argv: Sequence[str], *, module: bool = False) -> int:
     # Slow to import, and needed by launchers alone.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import config_from_args, elastic_launch, parse_args
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
 
-    options = [
-        f"--nproc-per-node={nproc}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        "--local-addr=127.0.0.1",
-    ]
-    options += [f"--rdzv-id={uuid.uuid4()}", *(["--module"] if module else [])]
-    with _threads_shared(nproc), _quiet_agent(), _handlers_kept(), _killing_after_failure():
+    options = [f"--nproc-per-node={nproc}", f"--rdzv-id={uuid.uuid4()}", "--rdzv-backend=c10d"]
+    options += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # 0: a port that is free
+    options += ["--module"] if module else []
+    with _environment(nproc), _quiet_agent(), _handlers_kept(), _killing_after_failure():
         config, entrypoint, arguments = config_from_args(parse_args([*options, *argv]))
         try:
             elastic_launch(config, entrypoint)(*arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-            print(
-                f"rank {rank} of {nproc} failed with exit code {code}; the others were ended",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"rank {rank} of {nproc} failed with exit code {code}; the others were ended", file=sys.stderr)
             return code
         except SignalException as error:
             return 128 + int(error.sigval)
@@ -124,17 +116,19 @@ def run(nproc: int, argv: Sequence[str], *, module: bool = False) -> int:
 
 
 @contextlib.contextmanager
-def _threads_shared(nproc: int) -> Iterator[None]:
-    """OMP_NUM_THREADS for the ranks, unless the caller has set it: the cores divided among them."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
+def _environment(nproc: int) -> Iterator[None]:
+    """OMP_NUM_THREADS for the ranks, unless the caller has set it: the cores divided among them.
+
+    Restores the environment: torch's agent adds to it.
+    """
+    kept = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     try:
         yield
     finally:
-        del os.environ["OMP_NUM_THREADS"]
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 @contextlib.contextmanager
@@ -165,7 +159,7 @@ def _handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _killing_after_failure() -> Iterator[None]:
-    """Kill ranks that outlive a failed one by GRACE_SECONDS; torch's agent would wait 30 s for one that ignores SIGTERM."""
+    """Kill ranks that outlive a failed one by GRACE_SECONDS; torch's agent waits 30 s for those that ignore SIGTERM."""
     if threading.current_thread() is not threading.main_thread() or not sys.platform.startswith("linux"):
         yield
         return
@@ -204,12 +198,9 @@ def _kill_children(spared: set[int]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The launcher's command line: `[--nproc N] [-m] SCRIPT_OR_MODULE ARGS...`."""
     parser = argparse.ArgumentParser(
-        prog="launch",
-        description="Run a script or module on N ranks of this machine: NCCL with a GPU for each, else gloo.",
+        prog="launch", description="Run a script or module on N ranks of this machine, through torch.distributed.run."
     )
-    parser.add_argument(
-        "--nproc", "--nproc-per-node", type=int, default=1, metavar="N", help="number of ranks (default 1)"
-    )
+    parser.add_argument("--nproc", "--nproc-per-node", type=int, default=1, metavar="N", help="ranks (default 1)")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", help="script, or module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")

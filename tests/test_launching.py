@@ -1,0 +1,142 @@
+"""The launcher: ranks, exit codes, and no rank left behind when one fails or the launcher is told to stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from vocabshard.launching import choose_backend, free_port, run
+
+LAUNCH = Path(__file__).parent.parent / "launch" / "run.py"
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from vocabshard.launching import init_from_env
+
+what, folder = sys.argv[1:]
+ranks = init_from_env()
+if what == "sum":
+    total = torch.tensor([ranks.rank + 1], device=ranks.device)
+    dist.all_reduce(total)
+    print(f"sum {int(total)} threads {os.environ['OMP_NUM_THREADS']}", flush=True)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if what == "stubborn" else signal.SIG_DFL)
+    open(f"{folder}/{os.getpid()}", "w").close()
+    dist.barrier()
+    if what == "killed" and ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what != "sleep" and ranks.rank == 1:
+        open(f"{folder}/failed", "w").close()
+        sys.exit(7)
+    time.sleep(300)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    (tmp_path / "pids").mkdir()
+    return path
+
+
+def start(program: Path, what: str, *options: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(LAUNCH), *options, str(program), what, str(program.parent / "pids")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def pids(program: Path) -> list[int]:
+    return [int(p.name) for p in (program.parent / "pids").iterdir() if p.name.isdigit()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("option", ["--nproc", "--nproc-per-node"])
+def test_runs_a_script_on_all_ranks(program: Path, option: str) -> None:
+    process = start(program, "sum", option, "3")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 3)))
+    assert output.count(f"sum 6 threads {threads}") == 3, output
+
+
+@pytest.mark.parametrize(("what", "code"), [("fail", 7), ("killed", 128 + signal.SIGKILL), ("stubborn", 7)])
+def test_a_failed_rank_ends_the_others(program: Path, what: str, code: int) -> None:
+    process = start(program, what, "--nproc", "3")
+    output, _ = process.communicate(timeout=60)
+    ended = time.time()
+    assert process.returncode == code, output
+    assert f"rank 1 of 3 failed with exit code {code}" in output
+    assert "Traceback" not in output
+    assert len(pids(program)) == 3 and not any(map(alive, pids(program)))
+    if what == "stubborn":
+        assert ended - (program.parent / "pids" / "failed").stat().st_mtime < 10
+
+
+def test_a_signal_to_the_launcher_ends_all_ranks(program: Path) -> None:
+    process = start(program, "sleep", "--nproc", "2")
+    deadline = time.time() + 60
+    while len(pids(program)) < 2 and time.time() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert len(pids(program)) == 2 and not any(map(alive, pids(program)))
+
+
+def test_one_process_without_a_launcher(program: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(program), "sum", "."]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output == "sum 1 threads 1\n"
+
+
+def test_run_leaves_handlers_and_environment_as_they_were(tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
+    before = dict(os.environ), [signal.getsignal(n) for n in numbers]
+    script = tmp_path / "exit.py"
+    script.write_text("import sys; sys.exit(3)")
+    assert run(1, [str(script)]) == 3
+    assert (dict(os.environ), [signal.getsignal(n) for n in numbers]) == before
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="nproc must be at least 1, got 0"):
+        run(0, ["script.py"])
+    with pytest.raises(ValueError, match="argv must name a script or module"):
+        run(1, [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "gpus", "nccl", "expected"),
+    [
+        (4, 3, 4, True, ("nccl", "cuda:3")),
+        (4, 3, 8, True, ("nccl", "cuda:3")),
+        (4, 3, 4, False, ("gloo", "cuda:3")),
+        (4, 3, 1, True, ("gloo", "cuda:0")),
+        (4, 3, 2, True, ("gloo", "cuda:1")),
+        (4, 3, 0, True, ("gloo", "cpu")),
+    ],
+)
+def test_backend_choice(ranks: int, rank: int, gpus: int, nccl: bool, expected: tuple[str, str]) -> None:
+    assert choose_backend(ranks, rank, gpus, nccl) == (expected[0], torch.device(expected[1]))
+
+
+def test_free_ports_can_be_bound() -> None:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", free_port()))
