@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# All linters and all tests on a fresh machine: `bash launch/test.sh [VENV]`. Hardware that nvidia-smi lists is required:
+# a test that would be skipped there fails.
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true)
+gpus=$(grep -c . <<<"$capabilities" || true)
+require=(--require triton)
+[ "$gpus" -gt 0 ] || export TRITON_INTERPRET=1
+if grep -qx 9.0 <<<"$capabilities"; then require+=(--require sm90); fi
+# Four ranks share fewer GPUs through gloo, so there NCCL is not required of them.
+on_ranks=("${require[@]}")
+if [ "$gpus" -ge 2 ]; then require+=(--require multigpu); fi
+if [ "$gpus" -ge 4 ]; then on_ranks+=(--require multigpu); fi
+
+step() {
+    echo "== $*"
+    SECONDS=0
+    "$@"
+    echo "== ${SECONDS} s"
+}
+
+step ruff check .
+step ruff format --check .
+git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cpp' 'csrc/*.cu' | step xargs -r clang-format --dry-run --Werror
+step mypy
+step python -m pytest -q --durations=10 "${require[@]}" --ignore=tests/multigpu tests
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} step torchrun --nproc-per-node 4 -m pytest -q "${on_ranks[@]}" tests/multigpu
