@@ -95,9 +95,9 @@ def linear_logp(
         tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
         invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
     )  # fmt: skip
-    request, operands = _linear_operands(request, hidden, weight, target_ids, bias)
-    plan = make_plan(request, operands, lambda: checks.linear(*operands))
-    hidden, weight, _, bias = operands
+    request, hidden, weight, bias = _localise(request, hidden, weight, bias)
+    operands = Operands(hidden, weight, target_ids, bias)
+    plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias))
     logp, lse, entropy, logits, _ = LinearLogp.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, plan.target_ids, plan.inv_temperature, plan.call
     )
@@ -216,16 +216,19 @@ def provenance(
 
     The choice is a pure function of the arguments, so this is also what such a call did run; a LogpOutput carries it.
     """
-    names = {"return_entropy": "entropy", "return_logits": "logits", "return_lse": None, "grad_options": None}
-    options = {names.get(name, name): value for name, value in options.items()}
-    options.pop(None, None)
-    request, operands = _linear_operands(Request(**options), hidden, weight, target_ids, bias)
-    return make_plan(request, operands, lambda: checks.linear(*operands)).provenance(weight.device)
+    for name in ("return_lse", "grad_options"):
+        options.pop(name, None)  # they do not change what runs in the forward
+    renamed = {"return_entropy": "entropy", "return_logits": "logits"}
+    request = Request(**{renamed.get(name, name): value for name, value in options.items()})
+    request, hidden, weight, bias = _localise(request, hidden, weight, bias)
+    operands = Operands(hidden, weight, target_ids, bias)
+    plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias))
+    return plan.provenance(weight.device)
 
 
-def _linear_operands(
-    request: Request, hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | None
-) -> tuple[Request, Operands]:
+def _localise(
+    request: Request, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Request, Tensor, Tensor, Tensor | None]:
     """Autocast's casts, and the local part of a DTensor, both seen by autograd."""
     if isinstance(hidden, Tensor) and isinstance(weight, Tensor) and torch.is_autocast_enabled(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
@@ -238,7 +241,7 @@ def _linear_operands(
         weight = weight.to_local()
     if isinstance(bias, Tensor) and hasattr(bias, "to_local"):
         bias = bias.to_local()
-    return request, Operands(hidden, weight, target_ids, bias)
+    return request, hidden, weight, bias
 
 
 def _apply_logits(logits: Tensor, plan: Plan, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
