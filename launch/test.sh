@@ -22,7 +22,7 @@ step() {
 
 step ruff check .
 step ruff format --check .
-git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cpp' 'csrc/*.cu' | step xargs -r clang-format --dry-run --Werror
+find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | step xargs -r clang-format --dry-run --Werror
 step mypy
 step python -m pytest -q --durations=10 "${require[@]}" --ignore=tests/multigpu tests
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} step torchrun --nproc-per-node 4 -m pytest -q "${on_ranks[@]}" tests/multigpu
