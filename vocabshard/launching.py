@@ -154,7 +154,8 @@ def _handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in kept.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: not Python's
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -178,7 +179,7 @@ def _killing_after_failure() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        signal.signal(signal.SIGCHLD, kept)
+        signal.signal(signal.SIGCHLD, kept or signal.SIG_DFL)
 
 
 def _children() -> set[int]:
