@@ -128,7 +128,7 @@ def scalar_options(softcap: float | None, ignore_index: int, invalid: str, valid
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     if invalid not in ("nan", "zero"):
         raise ValueError(f'invalid must be "nan" or "zero", got {invalid!r}')
-    if validate not in (None, True, False):
+    if not (validate is None or isinstance(validate, bool)):
         raise TypeError(f"validate must be None, True or False, got {validate!r}")
 
 

@@ -230,7 +230,7 @@ def _localise(
     request: Request, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Request, Tensor, Tensor, Tensor | None]:
     """Autocast's casts, and the local part of a DTensor, both seen by autograd."""
-    if isinstance(hidden, Tensor) and isinstance(weight, Tensor) and torch.is_autocast_enabled(weight.device.type):
+    if isinstance(hidden, Tensor) and isinstance(weight, Tensor) and _autocasting(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if isinstance(weight, Tensor) and hasattr(weight, "to_local"):
@@ -242,6 +242,10 @@ def _localise(
     if isinstance(bias, Tensor) and hasattr(bias, "to_local"):
         bias = bias.to_local()
     return request, hidden, weight, bias
+
+
+def _autocasting(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _apply_logits(logits: Tensor, plan: Plan, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

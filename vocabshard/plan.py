@@ -101,8 +101,8 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
     group = _group_of(request)
     error: Exception | None = None
     choice = None
+    rank_and_size(group)
     try:
-        rank_and_size(group)
         checks.scalar_options(request.softcap, request.ignore_index, request.invalid, request.validate)
         checks.contract(request.contract)
         check()
