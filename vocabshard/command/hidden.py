@@ -56,7 +56,11 @@ def load_base_model(checkpoint: Checkpoint) -> torch.nn.Module:
     transformers.logging.disable_progress_bar()
     try:
         model, found = transformers.AutoModel.from_pretrained(
-            checkpoint.path, local_files_only=True, dtype=torch.float32, output_loading_info=True
+            checkpoint.path,
+            local_files_only=True,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
         )
     except Exception as error:  # an unknown model type, a shape that does not fit: the library raises many kinds
         raise InputError(f"checkpoint {checkpoint.path}: the model cannot be loaded: {first_line(error)}") from error

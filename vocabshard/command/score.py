@@ -7,15 +7,18 @@ head alone: one file is like another whatever the sharding and the batch.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import math
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vocabshard.command.checkpoint import file_sha256
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from vocabshard import VocabShard
+    from vocabshard.contract import Provenance
 
 T = TypeVar("T")
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -64,9 +68,28 @@ def score(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if len(job.sizes) == 1:
         run_job(job, Place())
         return 0
+    return _start_ranks(len(job.sizes), arguments)
+
+
+def _start_ranks(tp: int, arguments: Sequence[str]) -> int:
+    """The exit code of `tp` ranks that run this command with the same package as this process.
+
+    Not by `python -m vocabshard`: that would take the package in the working directory, if there is one, such as a
+    source tree that nobody has built.
+    """
     from vocabshard import launching
 
-    return launching.run(len(job.sizes), ["vocabshard", *arguments], module=True)
+    package = Path(launching.__file__).parent
+    root = str(package.parent)
+    before = os.environ.get("PYTHONPATH")
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        os.environ["PYTHONPATH"] = root if before is None else os.pathsep.join((root, before))
+    try:
+        return launching.run(tp, [str(package / "command" / "rank" / "__main__.py"), *arguments])
+    finally:
+        os.environ.pop("PYTHONPATH", None)
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def run_job(job: Job, place: Place) -> None:
@@ -85,13 +108,13 @@ def run_job(job: Job, place: Place) -> None:
     head = Head(shard, weight, bias)
     targets = torch.tensor(job.tokens.ids[job.tokens.context :])
     with _progress(job, place, "head", len(targets)) as advance:
-        words = _score_rows(job, place, hidden, targets, head, advance)
+        words, ran = _score_rows(job, place, hidden, targets, head, advance)
     if place.rank != 0:
         return
     head_seconds = time.perf_counter() - started - hidden_seconds
     assert hidden is not None
     summary = _summary(words, hidden_seconds, head_seconds)
-    write_records(job.out, _records(job, _header(job, hidden), words, summary))
+    write_records(job.out, _records(job, _header(job, hidden, ran), words, summary))
     if not job.quiet:
         print(
             f"{summary['tokens']} tokens, mean logp {summary['mean_logp']}, perplexity {summary['perplexity']}, "
@@ -136,19 +159,32 @@ def _score_as_rank(args: argparse.Namespace) -> int:
         run_job(prepare(args, tp), Place())
         return 0
     dist = require("torch.distributed")
+    # Its functions keep the group that exists when it is imported as a default argument, and transformers imports it.
+    require("torch.distributed.nn.functional")
     # gloo, as all is on the CPU. The other ranks wait in a collective for as long as rank 0 computes hidden states;
     # a rank that dies is noticed at once, by its closed connections.
     dist.init_process_group("gloo", timeout=timedelta(days=1))
+    failure = _as_member(args, tp, Place(rank, dist.group.WORLD))
+    # Nothing may hold the group any longer: its threads have to end before the interpreter does, or one of them may
+    # abort the process when it frees the tensors of the last collective.
+    dist.destroy_process_group()
+    gc.collect()
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def _as_member(args: argparse.Namespace, tp: int, place: Place) -> InputError | None:
+    """What went wrong, without the traceback that would keep the group alive."""
     try:
-        place = Place(rank, dist.group.WORLD)
         run_job(agree(place, lambda: prepare(args, tp)), place)
+    except InputError as error:
+        return InputError(str(error), printed=error.printed)
     except RuntimeError as error:
         if "gloo" not in str(error):
             raise
-        raise InputError(f"rank {rank} lost another rank: {first_line(error)}", printed=rank != 0) from error
-    finally:
-        dist.destroy_process_group()
-    return 0
+        return InputError(f"rank {place.rank} lost another rank: {first_line(error)}", printed=place.rank != 0)
+    return None
 
 
 def _hidden_on_first(job: Job, place: Place) -> torch.Tensor | None:
@@ -173,8 +209,11 @@ def _score_rows(
     targets: torch.Tensor,
     head: Head,
     advance: Callable[[int], Any],
-) -> torch.Tensor:
-    """int32 [3, tokens]: the bits of logp, lse and entropy, in batches of `job.batch_rows` rows. Collective."""
+) -> tuple[torch.Tensor, Provenance]:
+    """The bits of logp, lse and entropy, int32 [3, tokens], and what computed them. Collective.
+
+    The ranks check that they agree at the first batch; the others differ in nothing that could go wrong.
+    """
     torch = require("torch")
     from vocabshard import ContractError, linear_logp
 
@@ -191,6 +230,7 @@ def _score_rows(
                         head.bias,
                         shard=head.shard,
                         softcap=job.checkpoint.softcap,
+                        validate=None if not parts else False,
                         return_lse=True,
                         return_entropy=True,
                     )
@@ -198,7 +238,7 @@ def _score_rows(
                 raise InputError(f"the head: {first_line(error)}", printed=place.rank != 0) from error
             parts.append(torch.stack([result.logp, result.lse, result.entropy]).view(torch.int32))
             advance(len(batch))
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=1), result.provenance
 
 
 def _received(job: Job, place: Place, hidden: torch.Tensor | None, count: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -216,19 +256,16 @@ def _received(job: Job, place: Place, hidden: torch.Tensor | None, count: int) -
         yield first, rows
 
 
-def _header(job: Job, hidden: torch.Tensor) -> dict[str, Any]:
+def _header(job: Job, hidden: torch.Tensor, ran: Provenance) -> dict[str, Any]:
     torch = require("torch")
-    import vocabshard
-
-    stated = vocabshard.provenance().as_dict()
     rows, width = job.checkpoint.head_shape
     return {
         "type": "header",
         "format": FORMAT,
-        "contract": stated["contract_id"],
-        "projection": stated["projection_id"],
-        "backend": stated["backend"],
-        "provenance": stated,
+        "contract": ran.contract_id,
+        "projection": ran.projection_id,
+        "backend": ran.backend,
+        "provenance": ran.as_dict(),
         "tp": len(job.sizes),
         "sizes": job.sizes,
         "batch_rows": job.batch_rows,
