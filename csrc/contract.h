@@ -11,7 +11,7 @@
 #if defined(__CUDACC__)
 #define VS_HD __host__ __device__ __forceinline__
 #else
-#define VS_HD inline
+#define VS_HD static inline  // internal: each instruction set keeps a copy of its own
 #endif
 
 namespace vocabshard {

@@ -1,0 +1,211 @@
+// The only pybind11 file. Pointers come as integers (tensor.data_ptr()), 0 for an absent one; callers check shapes.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "api.h"
+#include "contract.h"
+
+namespace py = pybind11;
+using namespace vocabshard;
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+py::dict contract() {
+  const std::vector<double> log2 = VS_LOG2_COEFFICIENTS;
+  py::dict d;
+  d["id"] = kContractId;
+  d["contract_id"] = kContractId;
+  d["tile"] = kTile;
+  d["limb_bits"] = kLimbBits;
+  d["limbs"] = kLimbs;
+  d["scale"] = kScale;
+  d["span"] = kSpan;
+  d["headroom"] = kHeadroom;
+  d["entropy_headroom"] = kEntropyHeadroom;
+  d["empty_k"] = kEmptyK;
+  d["logit_limit"] = kLogitLimit;
+  d["magic"] = kMagic;
+  d["magic_bits"] = kMagicBits;
+  d["log2e"] = kLog2e;
+  d["inv_log2e"] = kInvLog2e;
+  d["ln2"] = kLn2;
+  d["sqrt2"] = kSqrt2;
+  d["exp_degree"] = kExpDegree;
+  d["exp"] = std::vector<float>{kExp1, kExp2, kExp3, kExp4, kExp5, kExp6};
+  d["tanh"] = std::vector<float>{kTanh1, kTanh2, kTanh3};
+  d["tanh_small"] = kTanhSmall;
+  d["tanh_one"] = kTanhOne;
+  d["log2_terms"] = kLog2Terms;
+  d["log2"] = log2;
+  d["nan_bits"] = kNanBits;
+  d["neg_inf_bits"] = kNegInfBits;
+  d["record_words"] = kRecordWords;
+  d["record_words_entropy"] = kRecordWordsEntropy;
+  return d;
+}
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#elif defined(__GNUC__)
+  return "gcc " __VERSION__;
+#else
+  return "unknown";
+#endif
+}
+
+py::dict build_info() {
+  std::vector<std::string> compiled, usable;
+  for (int isa = 0; isa < 3; ++isa) {
+    if (cpu_isa_compiled() >> isa & 1) compiled.emplace_back(cpu_isa_name(isa));
+    if (cpu_isa_usable() >> isa & 1) usable.emplace_back(cpu_isa_name(isa));
+  }
+  py::dict d;
+  d["build"] = VOCABSHARD_BUILD;
+  d["cuda"] = VOCABSHARD_CUDA != 0;
+  d["compiler"] = compiler();
+  d["cpu_compiled"] = compiled;
+  d["cpu_usable"] = usable;
+  d["cpu_chosen"] = cpu_isa_name(cpu_isa_chosen());
+  return d;
+}
+
+void bind_structs(py::module_& m) {
+  m.attr("F32") = static_cast<int>(kF32);
+  m.attr("BF16") = static_cast<int>(kBF16);
+  m.attr("F16") = static_cast<int>(kF16);
+  py::class_<Matrix>(m, "Matrix")
+      .def(py::init([](uintptr_t data, int dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride) {
+             return Matrix{pointer<void>(data), dtype, rows, cols, row_stride, col_stride};
+           }),
+           py::arg("data") = 0, py::arg("dtype") = 0, py::arg("rows") = 0, py::arg("cols") = 0,
+           py::arg("row_stride") = 0, py::arg("col_stride") = 1);
+  py::class_<Vector>(m, "Vector")
+      .def(py::init(
+               [](uintptr_t data, int dtype, int64_t stride) { return Vector{pointer<void>(data), dtype, stride}; }),
+           py::arg("data") = 0, py::arg("dtype") = 0, py::arg("stride") = 1);
+  py::class_<RowInputs>(m, "RowInputs")
+      .def(py::init([](uintptr_t target_ids, uintptr_t inv_temperature, float scalar_inv_temperature) {
+             return RowInputs{pointer<int64_t>(target_ids), pointer<float>(inv_temperature), scalar_inv_temperature};
+           }),
+           py::arg("target_ids"), py::arg("inv_temperature") = 0, py::arg("scalar_inv_temperature") = 1.0f);
+  py::class_<Problem>(m, "Problem")
+      .def(py::init([](int64_t vocab_start, int64_t valid, float softcap, bool entropy) {
+             return Problem{vocab_start, valid, softcap, entropy};
+           }),
+           py::arg("vocab_start"), py::arg("valid"), py::arg("softcap") = 0.0f, py::arg("entropy") = false);
+  py::class_<RowGradients>(m, "RowGradients")
+      .def(py::init([](uintptr_t lse2_int, uintptr_t lse2_frac, uintptr_t row_entropy, uintptr_t target,
+                       uintptr_t softmax, uintptr_t entropy) {
+             return RowGradients{pointer<int32_t>(lse2_int), pointer<float>(lse2_frac), pointer<float>(row_entropy),
+                                 pointer<float>(target),     pointer<float>(softmax),   pointer<float>(entropy)};
+           }),
+           py::arg("lse2_int"), py::arg("lse2_frac"), py::arg("row_entropy"), py::arg("target"), py::arg("softmax"),
+           py::arg("entropy"));
+  py::class_<CpuRun>(m, "CpuRun")
+      .def(py::init([](int threads, int isa) { return CpuRun{threads, isa}; }), py::arg("threads") = 1,
+           py::arg("isa") = -1);
+}
+
+void bind_cpu(py::module_& m) {
+  m.def(
+      "cpu_linear_forward",
+      [](const Matrix& hidden, const Matrix& weight, const Vector& bias, const RowInputs& rows, const Problem& problem,
+         uintptr_t records, const Matrix& logits, const CpuRun& run) {
+        cpu_linear_forward(hidden, weight, bias, rows, problem, pointer<int64_t>(records), logits, run);
+      },
+      py::arg("hidden"), py::arg("weight"), py::arg("bias"), py::arg("rows"), py::arg("problem"), py::arg("records"),
+      py::arg("logits"), py::arg("run"), Unlocked());
+  m.def("cpu_linear_backward", &cpu_linear_backward, py::arg("hidden"), py::arg("weight"), py::arg("bias"),
+        py::arg("rows"), py::arg("problem"), py::arg("gradients"), py::arg("grad_hidden"), py::arg("grad_weight"),
+        py::arg("grad_bias"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_logits_forward",
+      [](const Matrix& logits, uintptr_t source, int64_t outputs, const RowInputs& rows, const Problem& problem,
+         uintptr_t records, const CpuRun& run) {
+        cpu_logits_forward(logits, pointer<int64_t>(source), outputs, rows, problem, pointer<int64_t>(records), run);
+      },
+      py::arg("logits"), py::arg("source"), py::arg("outputs"), py::arg("rows"), py::arg("problem"), py::arg("records"),
+      py::arg("run"), Unlocked());
+  m.def(
+      "cpu_logits_backward",
+      [](const Matrix& logits, uintptr_t source, int64_t outputs, const RowInputs& rows, const Problem& problem,
+         const RowGradients& gradients, const Matrix& grad_logits, const CpuRun& run) {
+        cpu_logits_backward(logits, pointer<int64_t>(source), outputs, rows, problem, gradients, grad_logits, run);
+      },
+      py::arg("logits"), py::arg("source"), py::arg("outputs"), py::arg("rows"), py::arg("problem"),
+      py::arg("gradients"), py::arg("grad_logits"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_fold",
+      [](uintptr_t gathered, int64_t world_size, int64_t words, int64_t rows, uintptr_t target_ids,
+         int64_t ignore_index, int64_t real_vocab_size, bool invalid_is_nan, uintptr_t logp, uintptr_t lse,
+         uintptr_t entropy, uintptr_t lse2_int, uintptr_t lse2_frac, uintptr_t maximum) {
+        cpu_fold(pointer<int64_t>(gathered), world_size, words, rows, pointer<int64_t>(target_ids), ignore_index,
+                 real_vocab_size, invalid_is_nan,
+                 {pointer<float>(logp), pointer<float>(lse), pointer<float>(entropy), pointer<int32_t>(lse2_int),
+                  pointer<float>(lse2_frac), pointer<float>(maximum)});
+      },
+      py::arg("gathered"), py::arg("world_size"), py::arg("words"), py::arg("rows"), py::arg("target_ids"),
+      py::arg("ignore_index"), py::arg("real_vocab_size"), py::arg("invalid_is_nan"), py::arg("logp"), py::arg("lse"),
+      py::arg("entropy"), py::arg("lse2_int"), py::arg("lse2_frac"), py::arg("maximum"), Unlocked());
+}
+
+void bind_specification(py::module_& m) {
+  m.def(
+      "spec_exp",
+      [](uintptr_t y, int64_t count, uintptr_t k, uintptr_t p) {
+        spec_exp(pointer<float>(y), count, pointer<int32_t>(k), pointer<float>(p));
+      },
+      py::arg("y"), py::arg("count"), py::arg("k"), py::arg("p"), Unlocked());
+  m.def(
+      "spec_log2",
+      [](uintptr_t x, int64_t count, uintptr_t a, uintptr_t l) {
+        spec_log2(pointer<double>(x), count, pointer<int32_t>(a), pointer<double>(l));
+      },
+      py::arg("x"), py::arg("count"), py::arg("a"), py::arg("l"), Unlocked());
+  m.def(
+      "spec_softcap",
+      [](uintptr_t z, int64_t count, float cap, uintptr_t out) {
+        spec_softcap(pointer<float>(z), count, cap, pointer<float>(out));
+      },
+      py::arg("z"), py::arg("count"), py::arg("cap"), py::arg("out"), Unlocked());
+  m.def(
+      "spec_fma_chain",
+      [](const Matrix& hidden, const Matrix& weight, uintptr_t z) {
+        spec_fma_chain(hidden, weight, pointer<float>(z));
+      },
+      py::arg("hidden"), py::arg("weight"), py::arg("z"), Unlocked());
+  m.def(
+      "spec_partials",
+      [](uintptr_t y, int64_t rows, int64_t columns, const std::vector<int64_t>& target,
+         const std::vector<int64_t>& tile_order, const std::vector<int64_t>& splits, bool entropy, uintptr_t records) {
+        if (static_cast<int64_t>(target.size()) != rows) throw std::invalid_argument("one target a row");
+        spec_partials(pointer<float>(y), rows, columns, target.data(), tile_order.data(),
+                      static_cast<int64_t>(tile_order.size()), splits.data(), static_cast<int64_t>(splits.size()),
+                      entropy, pointer<int64_t>(records));
+      },
+      py::arg("y"), py::arg("rows"), py::arg("columns"), py::arg("target"), py::arg("tile_order"), py::arg("splits"),
+      py::arg("entropy"), py::arg("records"), Unlocked());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled kernels of vocabshard. Private: use the functions of the package.";
+  m.def("contract", &contract);
+  m.def("build_info", &build_info);
+  m.def("contraction_probe", &cpu_contraction_probe);
+  bind_structs(m);
+  bind_cpu(m);
+  bind_specification(m);
+}

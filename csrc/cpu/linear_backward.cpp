@@ -1,0 +1,236 @@
+// Gradients of the hidden states, the weight shard and the bias, from logits recomputed block by block.
+//
+// Vocabulary super-blocks outside, blocks of rows inside; only rows with a gradient take part. Each pair first makes
+// its gradients of the logits, then adds its products. Long sums are cut into fixed blocks: a block is one FMA chain
+// from zero, blocks are added in ascending order. Nothing here depends on threads, on V_local or on a neighbour's
+// values.
+#include <stdexcept>
+
+#include "cpu/problem.h"
+
+namespace vocabshard {
+
+using namespace cpu;
+
+namespace {
+
+constexpr int64_t kBytes = 12 << 20;         // packed hidden rows; fp32 weight gradients of a super-block
+constexpr int64_t kGradientBytes = 4 << 20;  // gradients of the logits
+constexpr int64_t kSumBlock = 256;
+constexpr int64_t kRowsMax = 1024, kColumnsMax = 4096;
+constexpr int64_t kChunkRows = 18 * kLanes, kOutRows = 256, kOutColumns = 12 * kLanes;
+
+struct Sizes {
+  int64_t sum_block;  // depends on D alone
+  int64_t rows, columns, ld;
+};
+
+Sizes plan(int64_t active, int64_t steps, int64_t valid, bool accumulates) {
+  Sizes s;
+  const int64_t row_bytes = 4 * larger(steps, 1);
+  s.sum_block = kSumBlock;
+  while (s.sum_block > kLanes && s.sum_block * row_bytes > kBytes) s.sum_block /= 2;
+  const auto whole = [&](int64_t most, int64_t wanted, int64_t unit) {
+    return smaller(larger(s.sum_block, most / s.sum_block * s.sum_block), round_up(wanted, unit));
+  };
+  s.rows = whole(smaller(kRowsMax, kBytes / row_bytes), active, kLanes);
+  s.ld = s.rows + kLanes;  // rows of a power of two would share cache sets
+  int64_t columns = smaller(kColumnsMax, kGradientBytes / (4 * s.ld));
+  if (accumulates) columns = smaller(columns, kBytes / row_bytes);
+  s.columns = whole(columns, valid, kLanes);
+  return s;
+}
+
+struct Backward {
+  const Kernels& kernels;
+  const Matrix &hidden, &weight, &grad_hidden, &grad_weight, &grad_bias;
+  const Sizes sizes;
+  const Projection projection;
+  Team& team;
+  const RowInputs& rows;
+  const Problem& problem;
+  const RowGradients& gradients;
+
+  Scratch<int64_t> index;  // rows of the block at hand
+  Scratch<PanelRows> panel_rows;
+  Scratch<float> packed;       // [panel][D][16]
+  Scratch<float> dz;           // [column][ld]
+  Scratch<float> weight_sums;  // fp32 [column][D] when grad_weight is not fp32
+  Scratch<double> bias_sums;   // [column]
+  Scratch<float> scratch;
+  int64_t worker_size;
+
+  void pack(int64_t count);
+  void make_dz(int64_t v0, int64_t columns, int64_t count);
+  void add_products(int64_t v0, int64_t columns, int64_t count, bool first);
+  void add_hidden(int64_t v0, int64_t columns, int64_t row, int64_t rows_here, int64_t d, int64_t wide, float* panels);
+  void add_weight(int64_t v0, int64_t v, int64_t columns, int64_t count, int64_t d, int64_t wide, bool first,
+                  float* panels);
+  void add_bias(int64_t v, int64_t count, bool first);
+  void finish_columns(int64_t v0, int64_t columns);
+};
+
+void Backward::pack(int64_t count) {
+  const int64_t D = hidden.cols;
+  team.run(ceil_div(count, kLanes), [&](int64_t p, int) {
+    const int64_t first = p * kLanes, lanes = smaller(kLanes, count - first);
+    kernels.pack_panel(hidden, index.get() + first, 0, lanes, 0, D, packed.get() + first * D);
+    fill_panel(rows, problem, &gradients, index.get() + first, 0, lanes, &panel_rows[p]);
+  });
+}
+
+void Backward::make_dz(int64_t v0, int64_t columns, int64_t count) {
+  const int64_t D = hidden.cols, panels = ceil_div(count, kLanes), step = projection.column_block();
+  const int64_t chunk = kChunkRows / kLanes, chunks = ceil_div(panels, chunk);
+  team.run(ceil_div(columns, step) * chunks, [&](int64_t task, int worker) {
+    const int64_t v = task / chunks * step, p = task % chunks * chunk;
+    float* z = dz.get() + v * sizes.ld + p * kLanes;
+    const Block block = projection.run(v0 + v, smaller(step, columns - v), packed.get() + p * kLanes * D,
+                                       smaller(chunk, panels - p), scratch.get() + worker * worker_size, z, sizes.ld);
+    kernels.gradients(block, panel_rows.get() + p);
+  });
+}
+
+void Backward::add_hidden(int64_t v0, int64_t columns, int64_t row, int64_t rows_here, int64_t d, int64_t wide,
+                          float* panels) {
+  for (int64_t v = 0; v < columns; v += sizes.sum_block) {
+    const int64_t deep = smaller(sizes.sum_block, columns - v);
+    kernels.pack_columns(weight, nullptr, v0 + v, deep, d, wide, panels);
+    kernels.multiply({rows_here, wide, deep, dz.get() + v * sizes.ld + row, 1, sizes.ld, panels, deep * kLanes,
+                      static_cast<float*>(grad_hidden.data) + d, hidden.cols, index.get() + row, kAdd});
+  }
+}
+
+void Backward::add_weight(int64_t v0, int64_t v, int64_t columns, int64_t count, int64_t d, int64_t wide, bool first,
+                          float* panels) {
+  const int64_t D = hidden.cols;
+  float* sums = grad_weight.dtype == kF32 ? static_cast<float*>(grad_weight.data) + v0 * D : weight_sums.get();
+  for (int64_t n = 0; n < count; n += sizes.sum_block) {
+    const int64_t deep = smaller(sizes.sum_block, count - n);
+    kernels.pack_columns(hidden, index.get() + n, 0, deep, d, wide, panels);
+    kernels.multiply({columns, wide, deep, dz.get() + v * sizes.ld + n, sizes.ld, 1, panels, deep * kLanes,
+                      sums + v * D + d, D, nullptr, first && n == 0 ? kStore : kAdd});
+  }
+}
+
+void Backward::add_bias(int64_t v, int64_t count, bool first) {
+  constexpr int kWays = 8;
+  double sum[kWays] = {};
+  const float* row = dz.get() + v * sizes.ld;
+  for (int64_t n = 0; n < round_up(count, kLanes); n += kWays)  // lanes without a row are zero
+    for (int i = 0; i < kWays; ++i) sum[i] += static_cast<double>(row[n + i]);
+  const double all = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+  bias_sums[v] = first ? all : bias_sums[v] + all;
+}
+
+void Backward::add_products(int64_t v0, int64_t columns, int64_t count, bool first) {
+  const int64_t wide_tasks = ceil_div(hidden.cols, kOutColumns);
+  const int64_t hidden_tasks = grad_hidden.data ? ceil_div(count, kOutRows) * wide_tasks : 0;
+  const int64_t weight_tasks = grad_weight.data ? ceil_div(columns, kOutRows) * wide_tasks : 0;
+  const int64_t bias_tasks = grad_bias.data ? ceil_div(columns, kOutRows) : 0;
+  team.run(hidden_tasks + weight_tasks + bias_tasks, [&](int64_t task, int worker) {
+    float* panels = scratch.get() + worker * worker_size;
+    const bool is_hidden = task < hidden_tasks;
+    if (!is_hidden) task -= hidden_tasks;
+    const int64_t d = task % larger(wide_tasks, 1) * kOutColumns, wide = smaller(kOutColumns, hidden.cols - d);
+    const int64_t at = task / larger(wide_tasks, 1) * kOutRows;
+    if (is_hidden) return add_hidden(v0, columns, at, smaller(kOutRows, count - at), d, wide, panels);
+    if (task < weight_tasks) return add_weight(v0, at, smaller(kOutRows, columns - at), count, d, wide, first, panels);
+    const int64_t v = (task - weight_tasks) * kOutRows;
+    for (int64_t i = v; i < smaller(v + kOutRows, columns); ++i) add_bias(i, count, first);
+  });
+}
+
+// Sums that were kept apart, rounded once into the parameter's dtype.
+void Backward::finish_columns(int64_t v0, int64_t columns) {
+  const int64_t D = hidden.cols;
+  if (grad_weight.data && grad_weight.dtype != kF32)
+    team.run(ceil_div(columns, kLanes), [&](int64_t task, int) {
+      const int64_t v = task * kLanes, count = smaller(kLanes, columns - v) * D;
+      kernels.store_row(weight_sums.get() + v * D, count, grad_weight.dtype,
+                        static_cast<uint16_t*>(grad_weight.data) + (v0 + v) * D);
+    });
+  if (!grad_bias.data) return;
+  const int64_t size = grad_bias.dtype == kF32 ? 4 : 2;
+  for (int64_t v = 0; v < columns; ++v) {
+    const float sum = static_cast<float>(bias_sums[v]);
+    kernels.store_row(&sum, 1, grad_bias.dtype, static_cast<char*>(grad_bias.data) + (v0 + v) * size);
+  }
+}
+
+// Rows `first` ... of a contiguous gradient become zero.
+void clear_rows(Team& team, const Matrix& gradient, int64_t first) {
+  if (!gradient.data || gradient.rows <= first) return;
+  const int64_t bytes = (gradient.dtype == kF32 ? 4 : 2) * gradient.cols,
+                strip = larger(1, (1 << 20) / larger(bytes, 1));
+  team.run(ceil_div(gradient.rows - first, strip), [&](int64_t task, int) {
+    const int64_t row = first + task * strip;
+    std::memset(static_cast<char*>(gradient.data) + row * bytes, 0,
+                static_cast<size_t>(smaller(strip, gradient.rows - row) * bytes));
+  });
+}
+
+bool is_active(const RowGradients& g, int64_t n) {
+  return g.target[n] != 0.0f || g.softmax[n] != 0.0f || (g.entropy && g.entropy[n] != 0.0f);
+}
+
+}  // namespace
+
+void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vector& bias, const RowInputs& rows,
+                         const Problem& problem, const RowGradients& gradients, const Matrix& grad_hidden,
+                         const Matrix& grad_weight, const Matrix& grad_bias, const CpuRun& run) {
+  const Kernels& kernels = cpu::kernels(run.isa);
+  const int64_t N = hidden.rows, D = hidden.cols, V = problem.valid;
+  if (!grad_hidden.data && !grad_weight.data && !grad_bias.data) return;
+  if (problem.entropy != (gradients.entropy != nullptr) || problem.entropy != (gradients.row_entropy != nullptr))
+    throw std::invalid_argument("entropy gradients go with entropy, and only with it");
+  Team team(run.threads);
+
+  int64_t active = 0;
+  for (int64_t n = 0; n < N; ++n) active += is_active(gradients, n);
+  clear_rows(team, grad_hidden, 0);
+  clear_rows(team, grad_weight, active ? V : 0);
+  clear_rows(team, grad_bias, active ? V : 0);
+  if (active == 0 || V == 0) return;
+
+  const bool accumulates = grad_weight.data && grad_weight.dtype != kF32;
+  const Sizes sizes = plan(active, D, V, accumulates);
+  Backward work{kernels,
+                hidden,
+                weight,
+                grad_hidden,
+                grad_weight,
+                grad_bias,
+                sizes,
+                Projection(kernels, weight, bias, problem, is_scaled(rows), sizes.rows),
+                team,
+                rows,
+                problem,
+                gradients,
+                Scratch<int64_t>(sizes.rows),
+                Scratch<PanelRows>(ceil_div(sizes.rows, kLanes)),
+                Scratch<float>(sizes.rows * D),
+                Scratch<float>(sizes.columns * sizes.ld),
+                Scratch<float>(accumulates ? sizes.columns * D : 0),
+                Scratch<double>(sizes.columns),
+                Scratch<float>(),
+                0};
+  work.worker_size = round_up(larger(work.projection.scratch(), sizes.sum_block * kOutColumns), kLanes);
+  work.scratch = Scratch<float>(team.size() * work.worker_size);
+
+  for (int64_t v0 = 0; v0 < V; v0 += sizes.columns) {
+    const int64_t columns = smaller(sizes.columns, V - v0);
+    for (int64_t n = 0, done = 0; done < active;) {
+      int64_t count = 0;
+      for (; n < N && count < sizes.rows; ++n)
+        if (is_active(gradients, n)) work.index[count++] = n;
+      if (v0 == 0 || count < active) work.pack(count);  // a single block stays packed
+      work.make_dz(v0, columns, count);
+      work.add_products(v0, columns, count, done == 0);
+      done += count;
+    }
+    work.finish_columns(v0, columns);
+  }
+}
+
+}  // namespace vocabshard

@@ -1,0 +1,112 @@
+"""The compiled kernels. Pointers are integers (tensor.data_ptr()), 0 for an absent one; strides count elements."""
+
+from collections.abc import Sequence
+from typing import Any
+
+F32: int
+BF16: int
+F16: int
+
+class Matrix:
+    def __init__(
+        self, data: int = 0, dtype: int = 0, rows: int = 0, cols: int = 0, row_stride: int = 0, col_stride: int = 1
+    ) -> None: ...
+
+class Vector:
+    def __init__(self, data: int = 0, dtype: int = 0, stride: int = 1) -> None: ...
+
+class RowInputs:
+    def __init__(self, target_ids: int, inv_temperature: int = 0, scalar_inv_temperature: float = 1.0) -> None: ...
+
+class Problem:
+    def __init__(self, vocab_start: int, valid: int, softcap: float = 0.0, entropy: bool = False) -> None: ...
+
+class RowGradients:
+    def __init__(
+        self, lse2_int: int, lse2_frac: int, row_entropy: int, target: int, softmax: int, entropy: int
+    ) -> None: ...
+
+class CpuRun:
+    def __init__(self, threads: int = 1, isa: int = -1) -> None: ...
+
+def contract() -> dict[str, Any]:
+    """Every constant this extension was built from; vocabshard.contract.constants() has the same keys."""
+
+def build_info() -> dict[str, Any]:
+    """build (version and fingerprint), cuda, compiler, cpu_compiled, cpu_usable, cpu_chosen."""
+
+def contraction_probe() -> bool:
+    """True if a compiler fused a product with a sum: the bits can't be trusted then."""
+
+def cpu_linear_forward(
+    hidden: Matrix,
+    weight: Matrix,
+    bias: Vector,
+    rows: RowInputs,
+    problem: Problem,
+    records: int,
+    logits: Matrix,
+    run: CpuRun,
+) -> None: ...
+def cpu_linear_backward(
+    hidden: Matrix,
+    weight: Matrix,
+    bias: Vector,
+    rows: RowInputs,
+    problem: Problem,
+    gradients: RowGradients,
+    grad_hidden: Matrix,
+    grad_weight: Matrix,
+    grad_bias: Matrix,
+    run: CpuRun,
+) -> None: ...
+def cpu_logits_forward(
+    logits: Matrix, source: int, outputs: int, rows: RowInputs, problem: Problem, records: int, run: CpuRun
+) -> None: ...
+def cpu_logits_backward(
+    logits: Matrix,
+    source: int,
+    outputs: int,
+    rows: RowInputs,
+    problem: Problem,
+    gradients: RowGradients,
+    grad_logits: Matrix,
+    run: CpuRun,
+) -> None: ...
+def cpu_fold(
+    gathered: int,
+    world_size: int,
+    words: int,
+    rows: int,
+    target_ids: int,
+    ignore_index: int,
+    real_vocab_size: int,
+    invalid_is_nan: bool,
+    logp: int,
+    lse: int,
+    entropy: int,
+    lse2_int: int,
+    lse2_frac: int,
+    maximum: int,
+) -> None: ...
+def spec_exp(y: int, count: int, k: int, p: int) -> None:
+    """contract.h's scalar exp_split over fp32 y: int32 k, fp32 p."""
+
+def spec_log2(x: int, count: int, a: int, l: int) -> None:
+    """contract.h's scalar log2_split over fp64 x: int32 a, fp64 l."""
+
+def spec_softcap(z: int, count: int, cap: float, out: int) -> None: ...
+def spec_fma_chain(hidden: Matrix, weight: Matrix, z: int) -> None:
+    """fp32 [N, V], one scalar FMA after the other; both matrices fp32."""
+
+def spec_partials(
+    y: int,
+    rows: int,
+    columns: int,
+    target: Sequence[int],
+    tile_order: Sequence[int],
+    splits: Sequence[int],
+    entropy: bool,
+    records: int,
+) -> None:
+    """Records of fp32 y [rows, columns] by the scalar text: tiles in tile_order, cut at positions `splits`, merged."""
