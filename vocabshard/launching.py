@@ -101,12 +101,14 @@ def run(nproc: int, argv: Sequence[str], *, module: bool = False) -> int:
     options = [f"--nproc-per-node={nproc}", f"--rdzv-id={uuid.uuid4()}", "--rdzv-backend=c10d"]
     options += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # 0: a port that is free
     options += ["--module"] if module else []
-    with _environment(nproc), _quiet_agent(), _handlers_kept(), _killing_after_failure():
+    with _environment(nproc), _quiet_agent(), _handlers_kept(), _killing_after_failure() as failed:
         config, entrypoint, arguments = config_from_args(parse_args([*options, *argv]))
         try:
             elastic_launch(config, entrypoint)(*arguments)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            # Ranks that lost their peer may end before the agent looks: its idea of the first can be wrong.
+            by_pid = {failure.pid: (rank, failure) for rank, failure in error.failures.items()}
+            rank, failure = by_pid[failed[0]] if failed and failed[0] in by_pid else error.get_first_failure()
             code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
             print(f"rank {rank} of {nproc} failed with exit code {code}; the others were ended", file=sys.stderr)
             return code
@@ -159,24 +161,30 @@ def _handlers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _killing_after_failure() -> Iterator[None]:
-    """Kill ranks that outlive a failed one by GRACE_SECONDS; torch's agent waits 30 s for those that ignore SIGTERM."""
+def _killing_after_failure() -> Iterator[list[int]]:
+    """Kill ranks that outlive a failed one by GRACE_SECONDS; torch's agent waits 30 s for those that ignore SIGTERM.
+
+    The list fills with the process ids of failed ranks, the first to end first.
+    """
+    failed: list[int] = []
     if threading.current_thread() is not threading.main_thread() or not sys.platform.startswith("linux"):
-        yield
+        yield failed
         return
     spared = _children()
     timer = threading.Timer(GRACE_SECONDS, _kill_children, [spared])
 
     def on_child(_signal: int, _frame: FrameType | None) -> None:
-        for child in _children() - spared:
-            with contextlib.suppress(ChildProcessError, RuntimeError):  # reaped meanwhile; timer started before
+        for child in _children() - spared - set(failed):
+            with contextlib.suppress(ChildProcessError):  # reaped meanwhile
                 ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # looks; the agent reaps
                 if ended and (ended.si_code != os.CLD_EXITED or ended.si_status):
-                    timer.start()
+                    failed.append(child)
+        if failed and timer.ident is None:  # not started yet
+            timer.start()
 
     kept = signal.signal(signal.SIGCHLD, on_child)
     try:
-        yield
+        yield failed
     finally:
         timer.cancel()
         signal.signal(signal.SIGCHLD, kept or signal.SIG_DFL)
