@@ -1,7 +1,11 @@
 // The matrix product: a register tile of kTileRows rows by up to kTilePanels panels of 16 lanes, one FMA chain an
 // element.
-//
-// Included inside an anonymous namespace, after lanes.h.
+#pragma once
+
+#include "cpu/lanes.h"
+
+namespace vocabshard::cpu {
+namespace {
 
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8, kTilePanels = 3;  // 24 accumulators of 32 registers
@@ -79,3 +83,6 @@ static void multiply(const Product& x) {
     }
   }
 }
+
+}  // namespace
+}  // namespace vocabshard::cpu

@@ -1,6 +1,18 @@
 // 16 fp32 or int32 lanes in native vectors of the instruction set that this file is compiled for.
-//
-// Included inside an anonymous namespace. Every operation is one IEEE rounding a lane.
+#pragma once
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "contract.h"
+#include "cpu/kernels.h"
+
+namespace vocabshard::cpu {
+namespace {  // see kernels.h
+
+using vocabshard::bits;  // beside their lane-wise overloads
+using vocabshard::from_bits;
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
@@ -109,3 +121,6 @@ VS_INLINE bool any(I mask) {
 VS_INLINE I bits(F x) { VS_LANES(I, (NativeI)x.v[i]); }
 VS_INLINE F from_bits(I x) { VS_LANES(F, (NativeF)x.v[i]); }
 VS_INLINE F to_float(I x) { VS_LANES(F, __builtin_convertvector(x.v[i], NativeF)); }
+
+}  // namespace
+}  // namespace vocabshard::cpu

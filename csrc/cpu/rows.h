@@ -1,7 +1,11 @@
 // Between tensors of fp32, bf16 or fp16 with any strides and the fp32 panels of the kernels. Conversions are exact up,
 // and round to nearest even down.
-//
-// Included inside an anonymous namespace, after lanes.h.
+#pragma once
+
+#include "cpu/lanes.h"
+
+namespace vocabshard::cpu {
+namespace {
 
 VS_INLINE float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
@@ -157,3 +161,6 @@ static void pack_columns(const Matrix& m, const int64_t* rows, int64_t row0, int
         __builtin_memcpy(out + ((done + i) / kLanes * count + r) * kLanes, strip + i, kLanes * 4);
     }
 }
+
+}  // namespace
+}  // namespace vocabshard::cpu

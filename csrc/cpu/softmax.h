@@ -1,6 +1,10 @@
 // From the chain to y, to the states, and back to the gradient of the logits; contract.h lane by lane.
-//
-// Included inside an anonymous namespace, after lanes.h.
+#pragma once
+
+#include "cpu/lanes.h"
+
+namespace vocabshard::cpu {
+namespace {
 
 VS_INLINE I is_nan(F x) { return ~equal(x, x); }
 VS_INLINE I is_neg_inf(F x) { return equal(bits(x), set_int(static_cast<int32_t>(kNegInfBits))); }
@@ -216,3 +220,6 @@ static void gradients(const Block& b, const PanelRows* all_rows) {
     }
   }
 }
+
+}  // namespace
+}  // namespace vocabshard::cpu

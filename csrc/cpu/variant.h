@@ -1,23 +1,14 @@
 // The kernels of one instruction set. A file that includes this defines VS_VARIANT (the function that returns its
 // table) and VS_VARIANT_NAME.
 
-#if defined(__AVX2__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#pragma once
 
-#include "contract.h"
-#include "cpu/kernels.h"
+#include "cpu/gemm.h"
+#include "cpu/rows.h"
+#include "cpu/softmax.h"
 
 namespace vocabshard::cpu {
 namespace {
-
-using vocabshard::bits;  // beside their lane-wise overloads
-using vocabshard::from_bits;
-
-#include "cpu/gemm.h"
-#include "cpu/lanes.h"
-#include "cpu/rows.h"
-#include "cpu/softmax.h"
 
 // a * a = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; fused, the difference would survive.
 __attribute__((noinline)) F product_plus(F a, F c) { return a * a + c; }

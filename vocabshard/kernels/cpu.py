@@ -1,7 +1,7 @@
 """The CPU kernels: projection `fma-chain`, every instruction set and thread count the same bytes.
 
-Tensors live on the CPU; N rows, D hidden size, V_local columns. Nothing of size N * V is held: scratch memory is at most
-64 MiB beyond inputs and outputs, whatever N and V.
+Tensors live on the CPU; N rows, D hidden size, V_local columns. Nothing of size N * V is held: scratch memory is at
+most 64 MiB beyond inputs and outputs, whatever N and V.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def backward(
     grads: RowGrads,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """This rank's gradients: hidden fp32 [N, D], weight [V_local, D] and bias [V_local] in their dtypes; None if not needed.
+    """Gradients of this rank: hidden fp32 [N, D], weight [V_local, D] and bias [V_local] in their dtypes, or None.
 
     Logits are made again block by block. Sums are fp32 (bias: fp64) in an order that depends on D and on the rows that
     have a gradient alone, and are rounded once.
