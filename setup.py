@@ -54,8 +54,10 @@ def cpu_sources() -> list[Path]:
     return [CSRC / "bindings.cpp", *sources]
 
 
-def headers() -> list[Path]:
-    return sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cuh"))
+def headers(source: Path | None = None) -> list[Path]:
+    """All headers, or those that `source` may include: a CPU kernel none of the GPU's, and the other way round."""
+    foreign = {"cpu": "sm90", "sm90": "cpu"}.get(source.parent.name) if source else None
+    return sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cuh") and p.parent.name != foreign)
 
 
 def find_nvcc() -> str | None:
@@ -89,9 +91,10 @@ def call(command: list[str]) -> str:
     return done.stdout
 
 
-def compile_one(source: Path, command: list[str], salt: bytes) -> Path:
+def compile_one(source: Path, command: list[str], compiler_version: str) -> Path:
     """Compile unless an object of the same command, text, headers and compiler is there already."""
-    key = hashlib.sha256(repr(command).encode() + source.read_bytes() + salt).hexdigest()[:16]
+    texts = b"".join(path.read_bytes() for path in [source, *headers(source)])
+    key = hashlib.sha256(repr([command, compiler_version, pybind11.__version__]).encode() + texts).hexdigest()[:16]
     target = OBJECTS / f"{source.stem}-{key}.o"
     if not target.exists():
         partial = target.with_suffix(f".{os.getpid()}.o")
@@ -125,13 +128,12 @@ class BuildExtension(build_ext):
         bindings = [f'-DVOCABSHARD_BUILD="{build}"', *python]
 
         OBJECTS.mkdir(parents=True, exist_ok=True)
-        salt = b"".join(path.read_bytes() for path in headers()) + pybind11.__version__.encode()
-        versions = {tuple(compiler): call([*compiler, "--version"]).encode() for _, compiler, _ in plan}
+        versions = {tuple(compiler): call([*compiler, "--version"]) for _, compiler, _ in plan}
 
         def build_one(entry: tuple[Path, list[str], list[str]]) -> str:
             source, compiler, flags = entry
             extra = bindings if source.name == "bindings.cpp" else []
-            return str(compile_one(source, [*compiler, *flags, *extra, f"-I{CSRC}"], salt + versions[tuple(compiler)]))
+            return str(compile_one(source, [*compiler, *flags, *extra, f"-I{CSRC}"], versions[tuple(compiler)]))
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(build_one, plan))
