@@ -1,0 +1,527 @@
+"""hidden [N, D] x weight [V_local, D] -> records, in Triton: the logits stay in registers.
+
+A program walks a run of vocabulary blocks for one block of rows. Each lane of the matrix unit's accumulator owns whole
+16-column tiles (the rows of `weight` are read in an order that makes it so), keeps a partial of its own and needs no
+other lane until the run is over. Partials of runs are then merged by a second kernel; both merges are integer sums, so
+block shapes, runs and order change no byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vocabshard.contract import FMA_CHAIN, HOPPER_K16
+from vocabshard.kernels.problem import LocalProblem
+from vocabshard.kernels.triton_config import LaunchConfig, launch_config
+from vocabshard.partials import identity_records, new_records
+from vocabshard.triton_contract import (
+    INTERPRETED,
+    LIMIT,
+    LN2_F32,
+    LOG2E,
+    MAGIC,
+    NAN_BITS,
+    SCALE,
+    SPAN,
+    bits,
+    canonical_bits,
+    constant,
+    entropy_limbs_at,
+    exp_k,
+    exp_scaled,
+    fma,
+    from_bits,
+    halve_add,
+    halve_max,
+    k_of_max,
+    limb_top,
+    max_nan,
+    pack_word0,
+    poisons,
+    raise_counters,
+    softcap_pinned,
+    tile_limbs,
+    tile_limbs_at,
+    tree16,
+    unpack_max,
+    unpack_target_bits,
+)
+
+# Rows of this many running maxima below it can hold a column that the clamp at -2^20 raises into the kept terms.
+CLAMP_MATTERS = constant(-(2.0**20) + 256.0)
+
+
+@triton.jit
+def quad_order(n):
+    """Column, within a block, whose weights stand at position n: position 64a + 8i + 2q + e holds 64a + 16q + 2i + e.
+
+    In the accumulator lane q of a quad holds positions 8i + 2q + e, so it owns columns 16q ... 16q + 15.
+    """
+    return (n & ~63) | (((n >> 1) & 3) << 4) | (((n >> 3) & 7) << 1) | (n & 1)
+
+
+@triton.jit
+def to_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """An accumulator in quad order as [BM, BN] in column order; moves nothing between lanes."""
+    return acc.reshape(BM, BN // 64, 8, 4, 2).trans(0, 1, 3, 2, 4).reshape(BM, BN)
+
+
+@triton.jit
+def chain_descriptors(hidden, weight, row, block, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    acc = tl.zeros([BM, BN], tl.float32)
+    for k in tl.range(0, D, BK):
+        h = hidden.load([row, k])
+        w = weight.load([block * (BN // 64), 0, 0, 0, k]).reshape(BN, BK)
+        acc = tl.dot(h, w.T, acc)
+    return acc
+
+
+@triton.jit
+def chain_pointers(
+    hidden, weight, rows, columns, N, V, D, hn, hd, wv, wd, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    acc = tl.zeros([BM, BN], tl.float32)
+    ks = tl.arange(0, BK)
+    h_at = hidden + rows.to(tl.int64)[:, None] * hn + ks.to(tl.int64)[None, :] * hd
+    w_at = weight + columns.to(tl.int64)[:, None] * wv + ks.to(tl.int64)[None, :] * wd
+    h_row = (rows < N)[:, None]
+    w_row = (columns < V)[:, None]
+    for k in tl.range(0, D, BK):
+        inside = (ks < D - k)[None, :]
+        h = tl.load(h_at, mask=h_row & inside, other=0.0)
+        w = tl.load(w_at, mask=w_row & inside, other=0.0)
+        acc = tl.dot(h, w.T, acc)
+        h_at += BK * hd
+        w_at += BK * wd
+    return acc
+
+
+@triton.jit
+def chain_fma(hidden, weight, rows, columns, N, V, D, hn, hd, wv, wd, BM: tl.constexpr, BN: tl.constexpr):
+    acc = tl.zeros([BM, BN], tl.float32)
+    h_at = hidden + rows.to(tl.int64) * hn
+    w_at = weight + columns.to(tl.int64) * wv
+    for _ in tl.range(0, D, 1):
+        h = tl.load(h_at, mask=rows < N, other=0.0).to(tl.float32)
+        w = tl.load(w_at, mask=columns < V, other=0.0).to(tl.float32)
+        acc = fma(tl.broadcast_to(h[:, None], [BM, BN]), tl.broadcast_to(w[None, :], [BM, BN]), acc)
+        h_at += hd
+        w_at += wd
+    return acc
+
+
+@triton.jit
+def add_block(y, K, c0, c1, c2, BM: tl.constexpr, TILES: tl.constexpr):
+    """Adds the tiles of y [BM, 4, TILES, 16] to each lane's counters [BM, 4]; K its running maximum's k."""
+    magic = (SCALE - K).to(tl.float32) + MAGIC
+    # what is dropped anyway, -inf too, becomes a term of 2^(K - SPAN - 1): no selection, and nothing subnormal
+    floor = (K - (SPAN + 1)).to(tl.float32) * LN2_F32
+    s = tree16(exp_scaled(tl.maximum(y, floor[:, :, None, None]), magic[:, :, None, None]))
+    l0, l1, l2 = tile_limbs(s, K[:, :, None])
+    return add_tiles(c0, l0, TILES), add_tiles(c1, l1, TILES), add_tiles(c2, l2, TILES)
+
+
+@triton.jit
+def add_block_entropy(y, K, c0, c1, c2, u0, u1, u2, BM: tl.constexpr, TILES: tl.constexpr):
+    """The same with the entropy's counters: every tile is centred on its own K."""
+    y_max = halve_max(halve_max(halve_max(halve_max(y)))).reshape(BM, 4, TILES)
+    Kt = exp_k(tl.maximum(y_max, -LIMIT))
+    magic = (SCALE - Kt).to(tl.float32) + MAGIC
+    floor = (Kt - (SPAN + 1)).to(tl.float32) * LN2_F32
+    v = tl.maximum(y, floor[:, :, :, None])
+    e = exp_scaled(v, magic[:, :, :, None])
+    s = tree16(e)
+    w = tree16(e * fma(v, LOG2E, tl.broadcast_to((-Kt).to(tl.float32)[:, :, :, None], v.shape)))
+    s = tl.where(y_max == float("-inf"), 0.0, s)  # a tile of -inf is no tile
+    w = tl.where(y_max == float("-inf"), 0.0, w)
+    l0, l1, l2 = tile_limbs_at(s, Kt, limb_top(K, False)[:, :, None])
+    value = Kt.to(tl.float64) * s.to(tl.float64) + w.to(tl.float64)  # the product is exact
+    e0, e1, e2 = entropy_limbs_at(value, Kt, limb_top(K, True)[:, :, None])
+    return (
+        add_tiles(c0, l0, TILES),
+        add_tiles(c1, l1, TILES),
+        add_tiles(c2, l2, TILES),
+        add_tiles(u0, e0, TILES),
+        add_tiles(u1, e1, TILES),
+        add_tiles(u2, e2, TILES),
+    )
+
+
+@triton.jit
+def pick(y, column, found, BM: tl.constexpr, TILES: tl.constexpr):
+    """Bits of y [BM, 4, TILES, 16] at `column` [BM] of the block, `found` where there is no such column."""
+    first = 16 * tl.arange(0, 4)[None, :, None] + 64 * tl.arange(0, TILES)[None, None, :]
+    at = column[:, None, None] - first
+    hit = at[:, :, :, None] == tl.arange(0, 16)[None, None, None, :]
+    # an integer sum of one pattern and zeros
+    picked = tl.sum(tl.sum(tl.sum(tl.where(hit, bits(y), 0), 3), 2), 1)
+    return tl.where((column >= 0) & (column < 64 * TILES), canonical_bits(from_bits(picked)), found)
+
+
+@triton.jit
+def add_tiles(c, x, TILES: tl.constexpr):
+    """c + the sum of x over its last dimension, TILES wide."""
+    if TILES == 8:
+        x = halve_add(x)
+    if TILES >= 4:
+        x = halve_add(x)
+    if TILES >= 2:
+        x = halve_add(x)
+    return c + x.reshape(c.shape)
+
+
+@triton.jit
+def max_tiles(y, BM: tl.constexpr, TILES: tl.constexpr):
+    """Maximum of y [BM, 4, TILES, 16] over what each lane holds, [BM, 4]; a NaN stays."""
+    x = halve_max(halve_max(halve_max(halve_max(y)))).reshape(BM, 4, TILES)
+    if TILES == 8:
+        x = halve_max(x)
+    if TILES >= 4:
+        x = halve_max(x)
+    if TILES >= 2:
+        x = halve_max(x)
+    return x.reshape(BM, 4)
+
+
+@triton.jit(do_not_specialize=["N", "V", "V_local", "mapped", "vocab_start", "runs"])
+def linear_partials(
+    hidden_map,
+    weight_map,
+    tail_map,  # the columns beyond `mapped`, as one block
+    hidden,
+    weight,
+    bias,
+    target_ids,
+    inv_temperature,
+    records,
+    logits,
+    N,
+    V,
+    V_local,
+    mapped,  # leading columns that weight_map covers, whole blocks
+    D,
+    vocab_start,
+    runs,
+    hn,
+    hd,
+    wv,
+    wd,
+    bv,
+    ln,
+    scale,
+    cap,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    CHAIN: tl.constexpr,  # "descriptors", "pointers" or "fma"
+    TAIL: tl.constexpr,  # some columns are beyond `mapped`
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,  # "none", "scalar" or "rows"
+    LOGITS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    TILES: tl.constexpr = BN // 64
+    row_blocks = tl.cdiv(N, BM)
+    # rows fastest within a group of row blocks: the programs of the moment share few strips of weight and of hidden
+    program = tl.program_id(0)
+    group = program // (GROUP * runs)
+    group_rows = tl.minimum(row_blocks - group * GROUP, GROUP)
+    inside = program - group * (GROUP * runs)
+    row_block = group * GROUP + inside % group_rows
+    run = inside // group_rows
+    blocks = tl.cdiv(V_local if LOGITS else V, BN)
+    first = (run.to(tl.int64) * blocks // runs).to(tl.int32)
+    last = ((run.to(tl.int64) + 1) * blocks // runs).to(tl.int32)
+
+    rows = row_block * BM + tl.arange(0, BM)
+    target = tl.load(target_ids + rows, mask=rows < N, other=-1) - vocab_start
+    target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
+    target_bits = tl.full([BM], NAN_BITS, tl.int32)
+    NEVER: tl.constexpr = 2147483647
+    next_target = tl.min(tl.where(target >= first * BN, target // BN, NEVER), 0)
+    if TEMPERATURE == "rows":
+        row_scale = tl.load(inv_temperature + rows, mask=rows < N, other=1.0)
+
+    y_max = tl.full([BM, 4], float("-inf"), tl.float32)
+    c0 = tl.zeros([BM, 4], tl.int64)
+    c1, c2, u0, u1, u2 = c0, c0, c0, c0, c0
+    clamp_matters = 1
+
+    for block in tl.range(first, last, flatten=FLATTEN):
+        columns = block * BN + tl.arange(0, BN)
+        if CHAIN == "fma":
+            y = chain_fma(hidden, weight, rows, columns, N, V_local, D, hn, hd, wv, wd, BM, BN)
+        else:
+            if CHAIN == "pointers":
+                order = block * BN + quad_order(tl.arange(0, BN))
+                y = chain_pointers(hidden, weight, rows, order, N, V_local, D, hn, hd, wv, wd, BM, BN, BK)
+            else:
+                of_block, at = weight_map, block
+                if TAIL and block * BN >= mapped:
+                    of_block, at = tail_map, 0
+                y = chain_descriptors(hidden_map, of_block, row_block * BM, at, D, BM, BN, BK)
+            y = to_columns(y, BM, BN)
+        if BIAS:
+            b = tl.load(bias + columns.to(tl.int64) * bv, mask=columns < V_local, other=0.0).to(tl.float32)
+            y += b[None, :]
+        if SOFTCAP:
+            y = softcap_pinned(y, cap)
+        if LOGITS:
+            corner = logits + (row_block * BM).to(tl.int64) * ln + block * BN
+            at = (tl.arange(0, BM) * ln)[:, None] + tl.arange(0, BN)[None, :]
+            z = tl.where(columns[None, :] < V, y, float("-inf"))
+            tl.store(corner + at, z, mask=(rows < N)[:, None] & (columns < V_local)[None, :])
+        if TEMPERATURE == "scalar":
+            y *= scale
+        if TEMPERATURE == "rows":
+            y *= row_scale[:, None]
+        if block * BN + BN > V:
+            y = tl.where(columns[None, :] < V, y, float("-inf"))
+        tiles = y.reshape(BM, TILES, 4, 16).trans(0, 2, 1, 3)
+        if block == next_target:
+            target_bits = pick(tiles, target - block * BN, target_bits, BM, TILES)
+            next_target = tl.min(tl.where(target >= block * BN + BN, target // BN, NEVER), 0)
+        raised = max_nan(y_max, max_tiles(tiles, BM, TILES))
+        K_before = exp_k(tl.maximum(y_max, -LIMIT))
+        K = exp_k(tl.maximum(raised, -LIMIT))
+        y_max = raised
+        if clamp_matters != 0:
+            tiles = tl.where(tiles == float("-inf"), tiles, max_nan(tiles, -LIMIT + tl.zeros_like(tiles)))
+            clamp_matters = tl.max(tl.max((y_max < CLAMP_MATTERS).to(tl.int32), 1), 0)
+        c0, c1, c2 = raise_counters(c0, c1, c2, limb_top(K, False) - limb_top(K_before, False))
+        if ENTROPY:
+            u0, u1, u2 = raise_counters(u0, u1, u2, limb_top(K, True) - limb_top(K_before, True))
+            c0, c1, c2, u0, u1, u2 = add_block_entropy(tiles, K, c0, c1, c2, u0, u1, u2, BM, TILES)
+        else:
+            c0, c1, c2 = add_block(tiles, K, c0, c1, c2, BM, TILES)
+
+    # the four lanes of a row, then its record
+    merged = halve_max(halve_max(y_max)).reshape(BM)
+    to = records + run.to(tl.int64) * ((7 if ENTROPY else 4) * N.to(tl.int64)) + rows
+    inside = rows < N
+    tl.store(to, pack_word0(merged, target_bits), mask=inside)
+    store_counters(to + N, N, inside, merged, y_max, c0, c1, c2, False)
+    if ENTROPY:
+        store_counters(to + 4 * N.to(tl.int64), N, inside, merged, y_max, u0, u1, u2, True)
+
+
+@triton.jit
+def store_counters(to, N, inside, merged, y_max, c0, c1, c2, ENTROPY: tl.constexpr):
+    rise = limb_top(k_of_max(merged), ENTROPY)[:, None] - limb_top(k_of_max(y_max), ENTROPY)
+    c0, c1, c2 = raise_counters(c0, c1, c2, rise)
+    void = poisons(merged)
+    tl.store(to, tl.where(void, 0, tl.sum(c0, 1)), mask=inside)
+    tl.store(to + N, tl.where(void, 0, tl.sum(c1, 1)), mask=inside)
+    tl.store(to + 2 * N.to(tl.int64), tl.where(void, 0, tl.sum(c2, 1)), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "runs"])
+def merge_runs(parts, records, N, runs, BR: tl.constexpr, BS: tl.constexpr, ENTROPY: tl.constexpr):
+    """parts [runs, R, N] -> records [R, N]."""
+    WORDS: tl.constexpr = 7 if ENTROPY else 4
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    of = tl.arange(0, BS)
+    stride = N.to(tl.int64)
+    y_max = tl.full([BR], float("-inf"), tl.float32)
+    target_bits = tl.full([BR], NAN_BITS, tl.int32)
+    for s in range(0, runs, BS):
+        inside = (s + of < runs)[:, None] & (rows < N)[None, :]
+        at = parts + (s + of).to(tl.int64)[:, None] * (WORDS * stride) + rows[None, :]
+        word = tl.load(at, mask=inside, other=0)
+        y_max = max_nan(y_max, tl.reduce(tl.where(inside, unpack_max(word), float("-inf")), 0, max_nan))
+        # at most one run holds the target; NAN_BITS ^ x is 0 in the others
+        found = tl.sum(tl.where(inside, unpack_target_bits(word) ^ NAN_BITS, 0), 0)
+        target_bits = target_bits ^ found
+    c0 = tl.zeros([BR], tl.int64)
+    c1, c2, u0, u1, u2 = c0, c0, c0, c0, c0
+    k = k_of_max(y_max)[None, :]
+    for s in range(0, runs, BS):
+        inside = (s + of < runs)[:, None] & (rows < N)[None, :]
+        at = parts + (s + of).to(tl.int64)[:, None] * (WORDS * stride) + rows[None, :]
+        word = tl.load(at, mask=inside, other=0)
+        k_run = k_of_max(tl.where(inside, unpack_max(word), float("-inf")))
+        d0, d1, d2 = load_raised(at + stride, stride, inside, k, k_run, False)
+        c0, c1, c2 = c0 + d0, c1 + d1, c2 + d2
+        if ENTROPY:
+            d0, d1, d2 = load_raised(at + 4 * stride, stride, inside, k, k_run, True)
+            u0, u1, u2 = u0 + d0, u1 + d1, u2 + d2
+    void = poisons(y_max)
+    to = records + rows
+    inside = rows < N
+    tl.store(to, pack_word0(y_max, target_bits), mask=inside)
+    tl.store(to + stride, tl.where(void, 0, c0), mask=inside)
+    tl.store(to + 2 * stride, tl.where(void, 0, c1), mask=inside)
+    tl.store(to + 3 * stride, tl.where(void, 0, c2), mask=inside)
+    if ENTROPY:
+        tl.store(to + 4 * stride, tl.where(void, 0, u0), mask=inside)
+        tl.store(to + 5 * stride, tl.where(void, 0, u1), mask=inside)
+        tl.store(to + 6 * stride, tl.where(void, 0, u2), mask=inside)
+
+
+@triton.jit
+def load_raised(at, stride, inside, k, k_run, ENTROPY: tl.constexpr):
+    """Sums over the first dimension of counters that were raised to k."""
+    c0 = tl.load(at, mask=inside, other=0)
+    c1 = tl.load(at + stride, mask=inside, other=0)
+    c2 = tl.load(at + 2 * stride, mask=inside, other=0)
+    c0, c1, c2 = raise_counters(c0, c1, c2, limb_top(k, ENTROPY) - limb_top(k_run, ENTROPY))
+    return tl.sum(c0, 0), tl.sum(c1, 0), tl.sum(c2, 0)
+
+
+def projection_id(dtype: torch.dtype, device: torch.device) -> str:
+    """Which chain makes the logits: the id that provenance states."""
+    if dtype == torch.float32:
+        return FMA_CHAIN
+    if INTERPRETED or device.type != "cuda":
+        return "triton-interpreter"
+    if torch.version.hip is not None:
+        return "triton-rocm-" + torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return HOPPER_K16 if (major, minor) == (9, 0) else f"triton-sm{major}{minor}"
+
+
+def _mappable(x: Tensor) -> bool:
+    """Whether the tensor copy engine can address a matrix as it lies."""
+    step = x.element_size()
+    return x.stride(1) == 1 and x.stride(0) * step % 16 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
+
+
+def _weight_map(rows: Tensor, chunks: int, launch: LaunchConfig, quads: int = 4) -> TensorDescriptor:
+    """64 * chunks rows of weight in quad order: position 64a + 8i + 2q + e reads row 64a + 16q + 2i + e, q < quads."""
+    wv = rows.stride(0)
+    return TensorDescriptor(
+        rows,
+        [chunks, 8, quads, 2, rows.shape[1]],
+        [64 * wv, 2 * wv, 16 * wv, wv, 1],
+        [launch.block_n // 64, 8, 4, 2, launch.block_k],
+    )
+
+
+def _weight_maps(
+    weight: Tensor, columns: int, launch: LaunchConfig
+) -> tuple[TensorDescriptor, TensorDescriptor | None, int]:
+    """Maps of weight's whole blocks and of what is left, and how many columns the first covers."""
+    V_local, D = weight.shape
+    if V_local % 64 == 0 or columns <= V_local // launch.block_n * launch.block_n:
+        whole = _weight_map(weight, V_local // 64, launch)  # past its end the copy engine gives zeros
+        return whole, None, V_local
+    mapped = V_local // launch.block_n * launch.block_n
+    rest = weight[mapped:]
+    if rest.shape[0] <= 64 and rest.shape[0] % 16 == 0:
+        tail = _weight_map(rest, 1, launch, quads=rest.shape[0] // 16)
+    else:
+        padded = weight.new_zeros(launch.block_n, -(-D // 8) * 8)[:, :D]
+        padded[: rest.shape[0]] = rest
+        tail = _weight_map(padded, launch.block_n // 64, launch)
+    return _weight_map(weight, mapped // 64, launch) if mapped else tail, tail, mapped
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: Tensor | float | None,
+    problem: LocalProblem,
+    *,
+    want_logits: bool = False,
+    launch: LaunchConfig | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Records int64 [R, N] of this shard, and its fp32 logits [N, V_local] on request.
+
+    hidden [N, D] and weight [V_local, D] of one dtype (fp32, bf16, fp16) and any strides; bias [V_local] or None;
+    target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]. `launch` is for tests: it
+    never changes bytes. Enqueues on the current stream of the tensors' device, without a synchronisation.
+    """
+    N, D = hidden.shape
+    V_local = weight.shape[0]
+    device = hidden.device
+    logits = torch.empty(N, V_local, dtype=torch.float32, device=device) if want_logits else None
+    columns = V_local if want_logits else min(problem.valid, V_local)
+    if N == 0 or columns == 0:
+        return identity_records(N, problem.entropy, device), logits
+
+    chain = "fma"
+    if hidden.dtype != torch.float32:
+        mappable = _mappable(hidden) and _mappable(weight) and D > 0
+        copy_engine = INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9)
+        chain = "descriptors" if mappable and copy_engine else "pointers"
+    if launch is None:
+        sm_count = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+        launch = launch_config(N, columns, D, chain, problem.entropy, sm_count)
+    hidden_map = weight_map = tail_map = None
+    mapped = V_local
+    if chain == "descriptors":
+        box = [launch.block_m, launch.block_k]
+        hidden_map = TensorDescriptor(hidden, list(hidden.shape), list(hidden.stride()), box)
+        weight_map, tail_map, mapped = _weight_maps(weight, columns, launch)
+
+    runs = launch.runs
+    records = new_records(N, problem.entropy, device)
+    parts = records if runs == 1 else torch.empty(runs, *records.shape, dtype=torch.int64, device=device)
+    if inv_temperature is None:
+        temperature, scale, row_scale = "none", 1.0, None
+    elif isinstance(inv_temperature, Tensor):
+        temperature, scale, row_scale = "rows", 1.0, inv_temperature
+    else:
+        temperature, scale, row_scale = "scalar", float(inv_temperature), None
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device:
+        linear_partials[(triton.cdiv(N, launch.block_m) * runs,)](
+            hidden_map,
+            weight_map,
+            tail_map,
+            hidden,
+            weight,
+            bias,
+            target_ids,
+            row_scale,
+            parts,
+            logits,
+            N,
+            min(problem.valid, V_local),
+            V_local,
+            mapped,
+            D,
+            problem.vocab_start,
+            runs,
+            hidden.stride(0),
+            hidden.stride(1),
+            weight.stride(0),
+            weight.stride(1),
+            0 if bias is None else bias.stride(0),
+            V_local,
+            scale,
+            1.0 if problem.softcap is None else float(problem.softcap),
+            BM=launch.block_m,
+            BN=launch.block_n,
+            BK=launch.block_k,
+            GROUP=launch.group_rows,
+            FLATTEN=launch.flatten,
+            CHAIN=chain,
+            TAIL=tail_map is not None,
+            BIAS=bias is not None,
+            SOFTCAP=problem.softcap is not None,
+            TEMPERATURE=temperature,
+            LOGITS=want_logits,
+            ENTROPY=problem.entropy,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+            **({} if launch.max_registers is None else {"maxnreg": launch.max_registers}),
+            enable_fp_fusion=False,
+        )
+        if runs > 1:
+            BR, BS = launch.merge_block(N)
+            merge_runs[(triton.cdiv(N, BR),)](
+                parts, records, N, runs, BR=BR, BS=BS, ENTROPY=problem.entropy, num_warps=4, enable_fp_fusion=False
+            )
+    return records, logits
