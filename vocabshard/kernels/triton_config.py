@@ -33,8 +33,10 @@ def with_runs(config: LaunchConfig, N: int, columns: int, sm_count: int) -> Laun
     blocks = -(-columns // config.block_n)
     row_blocks = -(-N // config.block_m)
     slots = sm_count * config.residents
-    best, best_cost = 1, float("inf")
-    for runs in range(1, min(blocks, max(1, 6 * slots // row_blocks)) + 1):
+    # one group of row blocks at a time fills the chip: more rows of hidden would not stay in the L2
+    fewest = 1 if row_blocks <= config.group_rows else min(blocks, -(-slots // config.group_rows))
+    best, best_cost = fewest, float("inf")
+    for runs in range(fewest, min(blocks, max(fewest, 6 * slots // row_blocks)) + 1):
         waves = -(-row_blocks * runs // slots)
         # a run costs its blocks, and about half a block to start and to store
         cost = waves * (-(-blocks // runs) + 0.5)
@@ -44,12 +46,22 @@ def with_runs(config: LaunchConfig, N: int, columns: int, sm_count: int) -> Laun
 
 
 @lru_cache(maxsize=1024)
-def launch_config(N: int, columns: int, D: int, chain: str, entropy: bool, sm_count: int) -> LaunchConfig:
-    """The configuration for N rows, `columns` columns to walk and hidden size D."""
+def launch_config(N: int, columns: int, D: int, chain: str, epilogue: int, sm_count: int) -> LaunchConfig:
+    """The configuration for N rows, `columns` columns to walk and hidden size D.
+
+    epilogue: 0 plain, 1 with a bias or the entropy, 2 with a soft-cap or stored logits: what it needs in registers.
+    """
     if chain == "fma":
         config = LaunchConfig(block_m=64 if N > 32 else 16, block_n=64, block_k=1, warps=4, stages=1, residents=2)
     elif N <= 64:
-        config = LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=3)
-    else:
+        config = LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2)
+        if epilogue == 0:
+            config = replace(config, residents=3, max_registers=168)
+    elif epilogue == 0:
+        # two programs an SM: the epilogue of one runs beside the matrix work of the other
         config = LaunchConfig(block_m=128, block_n=128, block_k=64, warps=8, stages=3, residents=2, max_registers=128)
+    elif epilogue == 1:
+        config = LaunchConfig(block_m=128, block_n=128, block_k=64, warps=4, stages=3, residents=2)
+    else:
+        config = LaunchConfig(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
     return with_runs(config, N, columns, sm_count)

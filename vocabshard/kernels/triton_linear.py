@@ -457,7 +457,8 @@ def forward(
         chain = "descriptors" if mappable and copy_engine else "pointers"
     if launch is None:
         sm_count = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-        launch = launch_config(N, columns, D, chain, problem.entropy, sm_count)
+        epilogue = 2 if want_logits or problem.softcap is not None else int(bias is not None or problem.entropy)
+        launch = launch_config(N, columns, D, chain, epilogue, sm_count)
     hidden_map = weight_map = tail_map = None
     mapped = V_local
     if chain == "descriptors":
