@@ -76,6 +76,15 @@ def scored(text, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def scored_whole(tmp_path_factory):
+    """The same of the whole held-out text."""
+    out = tmp_path_factory.mktemp("whole") / "scores.jsonl"
+    assert score(TINY, TINY / "text.txt", out) == 0
+    assert len(token_lines(out)) >= 5000
+    return out
+
+
 def token_lines(path):
     return Path(path).read_text().splitlines()[1:-1]
 
@@ -306,7 +315,7 @@ def test_records(scored, text):
     digests = [*header["checkpoint"]["sha256"].values(), header["text"]["sha256"], header["hidden"]["sha256"]]
     assert sorted(header["checkpoint"]["sha256"]) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
-    assert header["model"]["head_rows"], header["model"]["real_vocab_size"] == (ROWS, REAL)
+    assert (header["model"]["head_rows"], header["model"]["real_vocab_size"]) == (ROWS, REAL)
     assert (header["hidden"]["window"], header["hidden"]["stride"]) == (256, 128)
     assert "".join(token["text"] for token in tokens) == text.read_text()
     for position, token in enumerate(tokens):
@@ -342,14 +351,14 @@ def test_values_are_the_models_own(scored, text):
 
 
 @pytest.mark.parametrize("rows", ["1", "7", "100000"])
-def test_batches(scored, text, tmp_path, rows):
-    assert score(TINY, text, tmp_path / "o.jsonl", "--batch-rows", rows) == 0
-    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored)
+def test_batches(scored_whole, tmp_path, rows):
+    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", "--batch-rows", rows) == 0
+    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored_whole)
 
 
-def test_unpadded(scored, text, tmp_path):
-    assert score(TINY, text, tmp_path / "o.jsonl", "--sizes", str(REAL)) == 0
-    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored)
+def test_unpadded(scored_whole, tmp_path):
+    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", "--sizes", str(REAL)) == 0
+    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored_whole)
 
 
 def test_padding_counts_when_it_is_said_to_be_real(scored, text, tmp_path):
@@ -498,26 +507,22 @@ def test_even_shards(rows, tp):
     assert choose_sizes([0, 2240, 11], 3, 2560, 2251) == [0, 2240, 11]
 
 
-def run_ranks(nproc, text, out, *options):
-    """In its own process, as `vocabshard score --tp` starts them."""
-    arguments = ["score", TINY, text, "--out", out, "--quiet", "--tp", nproc, *options]
-    return python("-m", "vocabshard", *arguments)
-
-
 @pytest.mark.parametrize(
     ("tp", "options"),
     [(2, ["--sizes", "1008,1243", "--batch-rows", "7"]), (3, []), (4, ["--sizes", "16,0,1984,560"])],
     ids=["tp2 uneven unpadded", "tp3 even", "tp4 uneven padded"],
 )
-def test_ranks_give_the_same_bytes(scored, text, tmp_path, capsys, tp, options):
-    done = run_ranks(tp, text, tmp_path / "o.jsonl", *options)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored)
+def test_ranks_give_the_same_bytes(scored_whole, tmp_path, capfd, tp, options):
+    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", "--tp", str(tp), *options) == 0
+    printed, err = capfd.readouterr()
+    assert printed == ""
+    assert "error" not in err and "Traceback" not in err
+    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored_whole)
     header = read_scores(tmp_path / "o.jsonl").header
     assert header["tp"] == tp == len(header["sizes"])
-    assert header["hidden"] == read_scores(scored).header["hidden"]
-    assert main(["compare", str(scored), str(tmp_path / "o.jsonl")]) == 0
-    assert capsys.readouterr().out.endswith("equal\n")
+    assert header["hidden"] == read_scores(scored_whole).header["hidden"]
+    assert main(["compare", str(scored_whole), str(tmp_path / "o.jsonl")]) == 0
+    assert capfd.readouterr().out.endswith("equal\n")
 
 
 def test_an_ordinary_sum_differs(scored, text):

@@ -6,13 +6,12 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vocabshard.command.checkpoint import Checkpoint
 from vocabshard.command.errors import InputError, first_line, require
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def choose_windows(checkpoint: Checkpoint, length: int | None, stride: int | Non
 
 def load_base_model(checkpoint: Checkpoint) -> torch.nn.Module:
     """The model without its head, in fp32 on the CPU. Raises InputError when any of its weights is missing."""
-    torch, transformers = require("torch"), require("transformers")
+    transformers = require("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -84,7 +83,6 @@ def hidden_states(
 
     `progress` is called with the number of new positions after every window.
     """
-    torch = require("torch")
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     rows = []
     with torch.no_grad(), _threads(threads):
@@ -97,7 +95,6 @@ def hidden_states(
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    torch = require("torch")
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

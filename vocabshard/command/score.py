@@ -7,44 +7,30 @@ head alone: one file is like another whatever the sharding and the batch.
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import math
 import os
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from vocabshard import ContractError, LogpOutput, VocabShard, linear_logp
 from vocabshard.command.checkpoint import file_sha256
 from vocabshard.command.errors import InputError, first_line, require
 from vocabshard.command.hidden import hidden_states, load_base_model
 from vocabshard.command.job import Job, choose_tp, prepare
+from vocabshard.command.ranks import Place, agree, join_ranks, start_ranks
 from vocabshard.command.records import FORMAT, token_record, write_records
+from vocabshard.contract import Provenance
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-    from vocabshard import VocabShard
-    from vocabshard.contract import Provenance
-
-T = TypeVar("T")
-TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SENT_ROWS = 1024  # hidden states reach the other ranks about so many at a time
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among the ranks; without a group it is alone."""
-
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -61,49 +47,28 @@ def score(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     Raises InputError for bad input, before any rank is started where that can be found out before.
     """
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if launched:
-        return _score_as_rank(args)
-    job = prepare(args, choose_tp(args, None))
-    if len(job.sizes) == 1:
-        run_job(job, Place())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        try:
+            tp = choose_tp(args, int(os.environ["WORLD_SIZE"]))
+        except InputError as error:
+            raise InputError(str(error), printed=os.environ["RANK"] != "0") from error
+        join_ranks(lambda place: run_job(agree(place, lambda: prepare(args, tp)), place))
         return 0
-    return _start_ranks(len(job.sizes), arguments)
-
-
-def _start_ranks(tp: int, arguments: Sequence[str]) -> int:
-    """The exit code of `tp` ranks that run this command with the same package as this process.
-
-    Not by `python -m vocabshard`: that would take the package in the working directory, if there is one, such as a
-    source tree that nobody has built.
-    """
-    from vocabshard import launching
-
-    package = Path(launching.__file__).parent
-    root = str(package.parent)
-    before = os.environ.get("PYTHONPATH")
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        os.environ["PYTHONPATH"] = root if before is None else os.pathsep.join((root, before))
-    try:
-        return launching.run(tp, [str(package / "command" / "rank" / "__main__.py"), *arguments])
-    finally:
-        os.environ.pop("PYTHONPATH", None)
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    job = prepare(args, choose_tp(args, None))
+    if len(job.sizes) > 1:
+        return start_ranks(len(job.sizes), arguments)
+    run_job(job, Place())
+    return 0
 
 
 def run_job(job: Job, place: Place) -> None:
     """Scores and, on rank 0, writes. Collective over the ranks of `place`."""
-    torch = require("torch")
-    from vocabshard import VocabShard
-
     started = time.perf_counter()
     hidden = agree(place, lambda: _hidden_on_first(job, place))
     hidden_seconds = time.perf_counter() - started
     start = sum(job.sizes[: place.rank])
     stop = start + job.sizes[place.rank]
-    dtype = getattr(torch, TORCH_DTYPES[job.dtype])
-    weight, bias = agree(place, lambda: job.checkpoint.head_shard(start, stop, dtype))
+    weight, bias = agree(place, lambda: job.checkpoint.head_shard(start, stop, TORCH_DTYPES[job.dtype]))
     shard = agree(place, lambda: VocabShard(start, stop, job.real_vocab_size, sum(job.sizes), place.group))
     head = Head(shard, weight, bias)
     targets = torch.tensor(job.tokens.ids[job.tokens.context :])
@@ -116,75 +81,7 @@ def run_job(job: Job, place: Place) -> None:
     summary = _summary(words, hidden_seconds, head_seconds)
     write_records(job.out, _records(job, _header(job, hidden, ran), words, summary))
     if not job.quiet:
-        print(
-            f"{summary['tokens']} tokens, mean logp {summary['mean_logp']}, perplexity {summary['perplexity']}, "
-            f"{summary['seconds']:.1f} s (hidden states {hidden_seconds:.1f}, head {head_seconds:.1f}), "
-            f"{summary['tokens_per_s']:.0f} tokens/s, tp {len(job.sizes)}: {job.out}",
-            file=sys.stderr,
-        )
-
-
-def agree(place: Place, part: Callable[[], T]) -> T:
-    """The result of `part`, or on every rank an InputError with the first rank's message that failed. Collective.
-
-    Rank 0 prints it, the others stay silent.
-    """
-    result, message = None, None
-    try:
-        result = part()
-    except InputError as error:
-        message = str(error)
-    except (ValueError, OSError, MemoryError) as error:
-        message = first_line(error)
-    messages = [message]
-    if place.group is not None:
-        dist = require("torch.distributed")
-        messages = [None] * place.group.size()
-        dist.all_gather_object(messages, message, group=place.group)
-    for rank, found in enumerate(messages):
-        if found is not None:
-            everywhere = messages.count(found) == len(messages)
-            raise InputError(found if everywhere else f"rank {rank}: {found}", printed=place.rank != 0)
-    return result  # type: ignore[return-value]  # not None: the part came to its end
-
-
-def _score_as_rank(args: argparse.Namespace) -> int:
-    """As one of the ranks that torchrun, or this command itself, has started."""
-    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    try:
-        tp = choose_tp(args, world_size)
-    except InputError as error:
-        raise InputError(str(error), printed=rank != 0) from error
-    if world_size == 1:
-        run_job(prepare(args, tp), Place())
-        return 0
-    dist = require("torch.distributed")
-    # Its functions keep the group that exists when it is imported as a default argument, and transformers imports it.
-    require("torch.distributed.nn.functional")
-    # gloo, as all is on the CPU. The other ranks wait in a collective for as long as rank 0 computes hidden states;
-    # a rank that dies is noticed at once, by its closed connections.
-    dist.init_process_group("gloo", timeout=timedelta(days=1))
-    failure = _as_member(args, tp, Place(rank, dist.group.WORLD))
-    # Nothing may hold the group any longer: its threads have to end before the interpreter does, or one of them may
-    # abort the process when it frees the tensors of the last collective.
-    dist.destroy_process_group()
-    gc.collect()
-    if failure is not None:
-        raise failure
-    return 0
-
-
-def _as_member(args: argparse.Namespace, tp: int, place: Place) -> InputError | None:
-    """What went wrong, without the traceback that would keep the group alive."""
-    try:
-        run_job(agree(place, lambda: prepare(args, tp)), place)
-    except InputError as error:
-        return InputError(str(error), printed=error.printed)
-    except RuntimeError as error:
-        if "gloo" not in str(error):
-            raise
-        return InputError(f"rank {place.rank} lost another rank: {first_line(error)}", printed=place.rank != 0)
-    return None
+        print(_in_words(job, summary), file=sys.stderr)
 
 
 def _hidden_on_first(job: Job, place: Place) -> torch.Tensor | None:
@@ -214,10 +111,7 @@ def _score_rows(
 
     The ranks check that they agree at the first batch; the others differ in nothing that could go wrong.
     """
-    torch = require("torch")
-    from vocabshard import ContractError, linear_logp
-
-    parts = []
+    parts: list[torch.Tensor] = []
     for first, rows in _received(job, place, hidden, len(targets)):
         for start in range(0, len(rows), job.batch_rows):
             batch = rows[start : start + job.batch_rows].to(head.weight.dtype)
@@ -236,14 +130,15 @@ def _score_rows(
                     )
             except (ValueError, TypeError, ContractError) as error:  # raised on every rank alike
                 raise InputError(f"the head: {first_line(error)}", printed=place.rank != 0) from error
+            assert isinstance(result, LogpOutput) and result.lse is not None and result.entropy is not None
             parts.append(torch.stack([result.logp, result.lse, result.entropy]).view(torch.int32))
             advance(len(batch))
+    assert isinstance(result, LogpOutput) and result.provenance is not None
     return torch.cat(parts, dim=1), result.provenance
 
 
 def _received(job: Job, place: Place, hidden: torch.Tensor | None, count: int) -> Iterator[tuple[int, torch.Tensor]]:
     """(index of the first row, rows), some batches' worth of hidden states after the other, from rank 0 to all."""
-    torch = require("torch")
     step = job.batch_rows * max(1, SENT_ROWS // job.batch_rows)
     for first in range(0, count, step):
         size = min(step, count - first)
@@ -252,12 +147,11 @@ def _received(job: Job, place: Place, hidden: torch.Tensor | None, count: int) -
         else:
             rows = torch.empty(size, job.checkpoint.head_shape[1], dtype=torch.float32)
         if place.group is not None:
-            require("torch.distributed").broadcast(rows, 0, group=place.group)
+            dist.broadcast(rows, 0, group=place.group)
         yield first, rows
 
 
 def _header(job: Job, hidden: torch.Tensor, ran: Provenance) -> dict[str, Any]:
-    torch = require("torch")
     rows, width = job.checkpoint.head_shape
     return {
         "type": "header",
@@ -293,7 +187,6 @@ def _header(job: Job, hidden: torch.Tensor, ran: Provenance) -> dict[str, Any]:
 
 
 def _summary(words: torch.Tensor, hidden_seconds: float, head_seconds: float) -> dict[str, Any]:
-    torch = require("torch")
     mean = words[0].view(torch.float32).double().mean().item()
     seconds = hidden_seconds + head_seconds
     finite = math.isfinite(mean)
@@ -307,6 +200,16 @@ def _summary(words: torch.Tensor, hidden_seconds: float, head_seconds: float) ->
         "head_seconds": head_seconds,
         "tokens_per_s": words.shape[1] / seconds,
     }
+
+
+def _in_words(job: Job, summary: Mapping[str, Any]) -> str:
+    numbers = (summary["mean_logp"], summary["perplexity"])
+    mean, perplexity = ("not finite" if number is None else f"{number:.6g}" for number in numbers)
+    return (
+        f"{summary['tokens']} tokens, mean logp {mean}, perplexity {perplexity}, {summary['seconds']:.1f} s "
+        f"(hidden states {summary['hidden_seconds']:.1f}, head {summary['head_seconds']:.1f}), "
+        f"{summary['tokens_per_s']:.0f} tokens/s, tp {len(job.sizes)}: {job.out}"
+    )
 
 
 def _records(
