@@ -246,9 +246,8 @@ def main() -> None:
     )
 
     train(model, stream, recipe.entries, recipe)
-    model = model.bfloat16()
-    save(model, tokenizer, text, args.out)
-    model = model.float()  # what was rounded to bf16, computed in fp32, as the scoring does
+    save(model.bfloat16(), tokenizer, text, args.out)
+    model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32)  # rounded, computed in fp32, as in scoring
     print(f"held-out perplexity {held_out_perplexity(model, held_out, recipe.entries):.2f}")
     print(
         f"unigram perplexity {unigram_perplexity(stream, held_out[1:], recipe.entries):.2f}, "
