@@ -39,7 +39,9 @@ def test_only_autograd_imports_both() -> None:
 
 
 def test_only_gather_names_collectives() -> None:
-    collective = re.compile(r"\b(dist|distributed)\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|barrier)\w*\(")
+    collective = re.compile(
+        r"\b(dist|distributed)\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|barrier)\w*\("
+    )
     for path in PACKAGE.rglob("*.py"):
         if path.name in ("gather.py",) or "testing" in path.parts or "command" in path.parts:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -35,7 +36,7 @@ def sharded(hidden, weight, target, bounds, bias=None, *, real=None, softcap=Non
     """The same through simulated ranks: a local forward a slice, stacked, folded."""
     real = weight.shape[0] if real is None else real
     stacked = []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         local = LocalProblem(start, min(max(real - start, 0), stop - start), softcap, True)
         part = None if bias is None else bias[start:stop]
         stacked.append(cpu.forward(hidden, weight[start:stop], part, target, temperature, local)[0])
@@ -118,7 +119,7 @@ def test_shard_boundaries_change_no_byte(v: int, seed: int) -> None:
     for bounds in layouts:
         for a, b, what in zip(sharded(hidden, weight, target, bounds), whole, ("logp", "lse", "entropy"), strict=True):
             assert_same_bytes(a, b, f"{what} for {bounds}")
-        pieces = [torch.logsumexp(logits[:, a:b], -1) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+        pieces = [torch.logsumexp(logits[:, a:b], -1) for a, b in itertools.pairwise(bounds) if b > a]
         naive += differing(torch.logsumexp(torch.stack(pieces), 0), plain)
     assert naive > 0, "an ordinary fp32 log-sum-exp must differ here, or this test shows nothing"
 

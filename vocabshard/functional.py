@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -98,10 +99,11 @@ def linear_logp(
     request, hidden, weight, bias = _localise(request, hidden, weight, bias)
     operands = Operands(hidden, weight, target_ids, bias)
     plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias))
-    logp, lse, entropy, logits, _ = LinearLogp.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, plan.target_ids, plan.inv_temperature, plan.call
-    )
     shape = target_ids.shape
+    rows = hidden.reshape(target_ids.numel(), hidden.shape[-1])
+    logp, lse, entropy, logits, _ = LinearLogp.apply(
+        rows, weight, bias, plan.target_ids, plan.inv_temperature, plan.call
+    )
     if not (return_lse or return_entropy or return_logits):
         return logp.view(shape)
     return LogpOutput(
@@ -249,7 +251,7 @@ def _autocasting(device_type: str) -> bool:
 
 
 def _apply_logits(logits: Tensor, plan: Plan, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     if flat.stride(-1) != 1 and flat.shape[-1] > 1:
         flat = flat.contiguous()
     index = None if rows is None else rows.to(torch.int64).contiguous()

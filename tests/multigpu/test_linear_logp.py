@@ -70,7 +70,7 @@ def test_padded_vocabularies(ranks: Ranks, pad_to: int) -> None:
     weight = torch.cat([weight, torch.full((fill, D), float("nan"), device=ranks.device)])
     bias = torch.cat([bias, torch.full((fill,), float("inf"), device=ranks.device)])
     rows = slice(shard.start, shard.stop)
-    for options in ({"shard": shard}, {"tp_group": dist.group.WORLD, "real_vocab_size": V}):
+    for options in ({"shard": shard}, {"tp_group": dist.new_group(), "real_vocab_size": V}):
         got = everything(hidden, weight[rows], target, bias[rows], **options)
         for a, b in zip(got[:3], want[:3], strict=True):
             assert_same_bytes(a, b)
@@ -183,7 +183,7 @@ def test_unaligned_boundaries_are_correct_and_flagged(ranks: Ranks) -> None:
     hidden, weight, bias, target = problem(ranks.device)
     bounds = [0, *(100 * i + 7 for i in range(1, ranks.world_size)), V]
     rows = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
-    got = everything(hidden, weight[rows], target, bias[rows], tp_group=dist.group.WORLD, global_vocab_size=V)
+    got = everything(hidden, weight[rows], target, bias[rows], tp_group=dist.new_group(), global_vocab_size=V)
     torch.testing.assert_close(got.logp, everything(hidden, weight, target, bias).logp, rtol=1e-6, atol=2e-6)
     assert got.provenance.contract_bearing == (ranks.world_size == 1)
 
@@ -208,7 +208,7 @@ def test_everybody_gets_the_same_error(ranks: Ranks) -> None:
     bounds = layouts(ranks.world_size, V)["even"]
     rows = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
     w, b = weight[rows], bias[rows]
-    group = dist.group.WORLD
+    group = dist.new_group()
     last = ranks.rank == ranks.world_size - 1
 
     def call(**change):
@@ -233,7 +233,7 @@ def test_shards_must_agree(ranks: Ranks) -> None:
     if ranks.world_size == 1:
         pytest.skip("one rank")
     group, rank, size = dist.group.WORLD, ranks.rank, ranks.world_size
-    hidden, weight, bias, target = problem(ranks.device)
+    hidden, weight, _, target = problem(ranks.device)
     make = vs.VocabShard
     on_all_ranks(ranks, "leave a gap", lambda: make(32 * rank, 32 * rank + 16, 1000, 1000, group))
     on_all_ranks(ranks, "overlap", lambda: make(16 * rank, 16 * rank + 32, 1000, 1000, group))
@@ -245,12 +245,12 @@ def test_shards_must_agree(ranks: Ranks) -> None:
     on_all_ranks(ranks, "every rank holds the same weight", lambda: vs.linear_logp(
         hidden, weight, target, tp_group=dist.new_group()))  # fmt: skip
     on_all_ranks(ranks, "is a full weight given with a group", lambda: vs.linear_logp(
-        hidden, weight, target, tp_group=group, global_vocab_size=V))  # fmt: skip
+        hidden, weight, target, tp_group=dist.new_group(), global_vocab_size=V))  # fmt: skip
     zeros = torch.zeros(16, D, device=ranks.device)  # constant shards are not taken for a full weight
     vs.linear_logp(hidden, zeros, target % (16 * size), tp_group=dist.new_group())
-    on_all_ranks(ranks, "use the same D", lambda: vs.linear_logp(
+    on_all_ranks(ranks, "do not agree on D", lambda: vs.linear_logp(
         torch.ones(3, 5 + rank), torch.ones(16, 5 + rank), torch.zeros(3, dtype=torch.int64), validate=False,
-        tp_group=dist.new_group()) if ranks.device.type == "cpu" else _raise("use the same D"))  # fmt: skip
+        tp_group=dist.new_group()) if ranks.device.type == "cpu" else _raise("do not agree on D"))  # fmt: skip
     if rank:
         with pytest.raises(ValueError, match="but 24 came"):  # a group used for two vocabularies says so
             vs.linear_logp(hidden, torch.zeros(24, D, device=ranks.device), target, tp_group=_two(group, ranks),
@@ -276,16 +276,17 @@ def test_module_in_model_code(ranks: Ranks) -> None:
     hidden, weight, bias, target = problem(ranks.device)
     bounds = layouts(ranks.world_size, V)["even"]
     rows = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
-    op = vs.VocabParallelLinearLogp(dist.group.WORLD, global_vocab_size=V, real_vocab_size=V)
+    op = vs.VocabParallelLinearLogp(dist.new_group(), global_vocab_size=V, real_vocab_size=V)
     assert_same_bytes(op(hidden, weight[rows], target, bias[rows]), vs.linear_logp(hidden, weight, target, bias))
 
 
 def test_empty_batches_and_ignored_batches(ranks: Ranks) -> None:
-    hidden, weight, bias, target = problem(ranks.device)
+    hidden, weight, _, target = problem(ranks.device)
     bounds = layouts(ranks.world_size, V)["even"]
     w = weight[bounds[ranks.rank] : bounds[ranks.rank + 1]].clone().requires_grad_()
+    group = dist.new_group()
     for n, t in ((0, target[:0]), (33, torch.full_like(target, -100))):
         h = hidden[:n].clone().requires_grad_()
-        logp = vs.linear_logp(h, w, t, tp_group=dist.group.WORLD, global_vocab_size=V)
+        logp = vs.linear_logp(h, w, t, tp_group=group, global_vocab_size=V)
         logp.sum().backward()
         assert (logp == 0).all() and (w.grad == 0).all() and (h.grad == 0).all()

@@ -42,23 +42,25 @@ def compare(values: list[dict[str, Any]], advice: str) -> None:
                 )
 
 
+# What a call's ranks must have in common. A fixed list: a rank that failed sends as many words as the others.
+AGREED = ("hidden", "target_ids", "temperature", "options")
+
+
 def agree_call(error: Exception | None, hashes: dict[str, int], group: Any) -> None:
-    """The per-call agreement of validate=True: one small all-gather of a status and of named int64 hashes.
+    """The per-call agreement of validate=True: one small all-gather of a status and of int64 hashes of AGREED.
 
     Only when something is wrong does a second collective carry the text.
     """
-    names = sorted(hashes)
-    row = [0 if error is None else 1] + [hashes[name] for name in names]
+    row = [0 if error is None else 1] + [hashes.get(name, 0) for name in AGREED]
     mine = torch.tensor(row, dtype=torch.int64, device=group_device(group))
     everyone = gather_tensors(mine, group).cpu()
     if bool((everyone[:, 0] != 0).any()):
         raise_together(error, group)
-    for i, name in enumerate(names, start=1):
+    for i, name in enumerate(AGREED, start=1):
         different = (everyone[:, i] != everyone[0, i]).nonzero()
         if len(different):
-            rank = int(different[0])
             raise ValueError(
-                f"the ranks of the group called with different {name} (ranks 0 and {rank} differ); "
+                f"the ranks of the group called with different {name} (ranks 0 and {int(different[0])} differ); "
                 f"every rank of a tensor-parallel group must be given the same {name}"
             )
 

@@ -20,6 +20,10 @@ def fold(
         return _fold_library(gathered, target_ids, ignore_index, real_vocab_size, invalid)
     if gathered.device.type == "cpu":
         return _fold_cpu(gathered, target_ids, ignore_index, real_vocab_size, invalid)
+    if backend == "triton":
+        from vocabshard.dist import triton_fold
+
+        return triton_fold.fold(gathered, target_ids, ignore_index, real_vocab_size, invalid)
     raise ValueError(f"no fold kernel for device {gathered.device.type!r}")
 
 

@@ -12,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# newer torch renames it, and warns of the old name
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
 def rank_and_size(group: Any) -> tuple[int, int]:
     """This process's rank in the group and W; None is a group of this process alone."""
     if group is None:
@@ -31,7 +35,8 @@ def gather_tensors(tensor: Tensor, group: Any) -> Tensor:
     flat = tensor.contiguous().view(-1)
     out = torch.empty(size * flat.numel(), dtype=tensor.dtype, device=tensor.device)
     if flat.numel():
-        dist.all_gather_into_tensor(out, flat, group=group)
+        assert _all_gather is not None  # a group exists, so torch.distributed does
+        _all_gather(out, flat, group=group)
     return out.view(size, *tensor.shape)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
-from vocabshard.contract import FMA_CHAIN, GIVEN_LOGITS, LIBRARY
+from vocabshard.contract import CONTRACT_PROJECTIONS, FMA_CHAIN, GIVEN_LOGITS, LIBRARY
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,15 @@ class Choice:
     backend: str
     projection: str
     contract_bearing: bool
-    reason: str  # why not contract-bearing; or why a faster backend was not taken
+    reason: str  # why not contract-bearing; with "auto" also why a faster backend was not taken
 
 
-BACKENDS = ("auto", "cpu", "torch")
-_MODULES = {"cpu": "vocabshard.kernels.cpu", "torch": "vocabshard.kernels.reference"}
+_MODULES = {
+    "cpu": "vocabshard.kernels.cpu",
+    "triton": "vocabshard.kernels.triton_backend",
+    "torch": "vocabshard.kernels.reference",
+}
+BACKENDS = ("auto", *_MODULES)
 
 
 def module(backend: str) -> ModuleType:
@@ -31,22 +36,44 @@ def module(backend: str) -> ModuleType:
     return importlib.import_module(_MODULES[backend])
 
 
+@functools.lru_cache(maxsize=256)
 def select_backend(backend: str, device: torch.device, dtype: torch.dtype, given_logits: bool = False) -> Choice:
     """Pure in its arguments and in what is installed. ValueError when the named backend cannot serve the input."""
-    return _select(backend, device.type, dtype, given_logits)
-
-
-@functools.lru_cache(maxsize=256)
-def _select(backend: str, device_type: str, dtype: torch.dtype, given_logits: bool) -> Choice:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch":
         return Choice("torch", LIBRARY, False, 'backend="torch" is ordinary F.linear and log_softmax')
-    if device_type == "cpu":
+    if device.type == "cpu" and backend in ("auto", "cpu"):
         return Choice("cpu", GIVEN_LOGITS if given_logits else FMA_CHAIN, True, "")
+    missing = _triton_missing(device)
+    if backend == "triton" or (backend == "auto" and not missing and torch.version.hip is None):
+        if missing:
+            raise ValueError(f'backend="triton" does not serve tensors on {device.type!r}: {missing}')
+        return _triton(device, dtype, given_logits)
     if backend == "auto":
-        return Choice("torch", LIBRARY, False, f"no kernels for device {device_type!r} in this build")
-    raise ValueError(f'backend="{backend}" does not serve tensors on {device_type!r}; move them or use backend="auto"')
+        why = missing or 'ROCm is served by an explicit backend="triton" alone'
+        return Choice("torch", LIBRARY, False, f"no kernels for {device.type!r}: {why}")
+    raise ValueError(f'backend="{backend}" does not serve tensors on {device.type!r}; move them or use backend="auto"')
+
+
+def _triton_missing(device: torch.device) -> str:
+    """Why Triton cannot serve this device, or an empty text."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda":
+        return ""
+    from vocabshard import triton_contract
+
+    return "" if device.type == "cpu" and triton_contract.INTERPRETED else "Triton needs a GPU"
+
+
+def _triton(device: torch.device, dtype: torch.dtype, given_logits: bool) -> Choice:
+    from vocabshard.kernels.triton_linear import projection_id
+
+    projection = GIVEN_LOGITS if given_logits else projection_id(dtype, device)
+    bearing = projection in CONTRACT_PROJECTIONS
+    reason = "" if bearing else f"projection {projection!r} has not been validated: there are no goldens for it"
+    return Choice("triton", projection, bearing, reason)
 
 
 @functools.cache

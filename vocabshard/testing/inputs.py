@@ -81,7 +81,7 @@ def hard_rows(columns: int = 96, seed: int = 0) -> dict[str, Tensor]:
     mixed[::3] = -1e30
     mixed[1] = -1.5e6
     rows["masked by -1e30"] = mixed
-    rows["-3e38 and -inf"] = torch.tensor([-3e38, -INF] * (columns // 2))
+    rows["-3e38 and -inf"] = torch.tensor([-3e38, -INF]).repeat(columns)[:columns]
     masked = normal.clone()
     masked[: columns // 2] = -INF
     rows["first half -inf"] = masked

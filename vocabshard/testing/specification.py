@@ -133,7 +133,7 @@ def partials(y: Tensor, target_local: Tensor, entropy: bool, K_rise: int = 0) ->
     pad = -columns % C.TILE
     y = torch.cat([y, y.new_full((rows, pad), -INF)], 1)
     tiles = y.view(rows, -1, C.TILE)
-    maximum = y.amax(1)  # keeps NaN
+    maximum = y.amax(1) + 0.0  # keeps NaN; -0 becomes +0
     poison = poisoned(maximum)
     k_max = k_of_max(maximum)
 

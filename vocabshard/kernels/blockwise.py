@@ -1,0 +1,117 @@
+"""Gradients of the local logits block by block in torch operations, for backends without a backward of their own.
+
+Logits are recomputed for a block of rows and columns with fp32 accumulation, `dlogits` is formed in fp32 from the saved
+lse2 pair, and two matrix products add it to grad_hidden (fp32) and grad_weight. Scratch memory is bounded, whatever
+N and V. The library's products are not the contract's chain: gradients, unlike log-probs, promise equal bytes from run
+to run only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vocabshard.contract import LN2, LOG2E
+from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
+
+SCRATCH_ELEMENTS = 1 << 24  # logits of a block: 64 MiB a tensor in fp32
+ROWS = 4096
+
+
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    saved: SavedRows,
+    grads: RowGrads,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The kernel interface's backward (vocabshard/kernels/problem.py)."""
+    n, d = hidden.shape
+    active = (grads.target != 0) | (grads.softmax != 0)
+    if grads.entropy is not None:
+        active = active | (grads.entropy != 0)
+    # rows that count for nothing must not reach grad_weight, whatever they hold
+    hidden = torch.where(active[:, None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device))
+    fp32 = {"dtype": torch.float32, "device": hidden.device}
+    grad_hidden = torch.zeros(n, d, **fp32) if needs.hidden else None
+    grad_weight = torch.zeros_like(weight) if needs.weight else None
+    grad_bias = torch.zeros_like(bias) if needs.bias and bias is not None else None
+    rows_step = min(ROWS, max(n, 1))
+    columns_step = max(16, SCRATCH_ELEMENTS // rows_step // 16 * 16)
+    for v in range(0, problem.valid, columns_step):
+        columns = slice(v, min(v + columns_step, problem.valid))
+        width = columns.stop - v
+        weight_sum = torch.zeros(width, d, **fp32) if needs.weight else None
+        bias_sum = torch.zeros(width, **fp32) if grad_bias is not None else None
+        for r in range(0, n, rows_step):
+            rows = slice(r, min(r + rows_step, n))
+            z = _product(hidden[rows], weight[columns].t())
+            if bias is not None:
+                z += bias[columns].float()
+            scale = inv_temperature[rows, None] if isinstance(inv_temperature, Tensor) else inv_temperature
+            dz = _dlogits(z, scale, problem, v, rows, target_ids, saved, grads, active)
+            if bias_sum is not None:
+                bias_sum += dz.sum(0)
+            dz = dz.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] += _product(dz, weight[columns])
+            if weight_sum is not None:
+                weight_sum += _product(dz.t(), hidden[rows])
+        if grad_weight is not None and weight_sum is not None:
+            grad_weight[columns] = weight_sum.to(weight.dtype)
+        if grad_bias is not None and bias_sum is not None:
+            grad_bias[columns] = bias_sum.to(grad_bias.dtype)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32, half-precision operands multiplied on the tensor cores where torch can keep the accumulator."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _dlogits(
+    z: Tensor,
+    scale: float | Tensor | None,
+    problem: LocalProblem,
+    first_column: int,
+    rows: slice,
+    target_ids: Tensor,
+    saved: SavedRows,
+    grads: RowGrads,
+    active: Tensor,
+) -> Tensor:
+    """dL/dz fp32 of a block, from the chain's logits with bias; exact zeros as the kernel interface asks for them."""
+    slope = None
+    if problem.softcap is not None:
+        tanh = torch.tanh(z / problem.softcap)
+        finite = torch.isfinite(z)
+        slope = torch.where(finite, 1 - tanh * tanh, 0.0)
+        z = torch.where(finite, problem.softcap * tanh, z)
+    y = z if scale is None else z * scale
+    masked = torch.isneginf(y)
+    # log2 p through fp64: a long way from zero an fp32 difference would lose the digits of p
+    log2_p = (y.double() * LOG2E - saved.lse2_int[rows, None] - saved.lse2_frac[rows, None].double()).float()
+    p = torch.exp2(log2_p)
+    inner = grads.softmax[rows, None]
+    if grads.entropy is not None and saved.entropy is not None:
+        inner = inner - grads.entropy[rows, None] * (log2_p * LN2 + saved.entropy[rows, None])
+    dz = torch.where(masked, 0.0, p * inner)
+    local = target_ids[rows] - problem.vocab_start - first_column
+    here = (local >= 0) & (local < z.shape[1])
+    index = torch.where(here, local, 0)[:, None]
+    here = here & ~masked.gather(1, index)[:, 0]
+    dz.scatter_add_(1, index, torch.where(here, grads.target[rows], 0.0)[:, None])
+    if scale is not None:
+        dz = dz * scale
+    if slope is not None:
+        dz = dz * slope
+    dz = torch.where(torch.isnan(saved.lse2_frac[rows, None]), float("nan"), dz)
+    return torch.where(active[rows, None], dz, 0.0)
