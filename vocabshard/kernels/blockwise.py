@@ -36,8 +36,7 @@ def backward(
         active = active | (grads.entropy != 0)
     # rows that count for nothing must not reach grad_weight, whatever they hold
     hidden = torch.where(active[:, None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device))
-    fp32 = {"dtype": torch.float32, "device": hidden.device}
-    grad_hidden = torch.zeros(n, d, **fp32) if needs.hidden else None
+    grad_hidden = hidden.new_zeros(n, d, dtype=torch.float32) if needs.hidden else None
     grad_weight = torch.zeros_like(weight) if needs.weight else None
     grad_bias = torch.zeros_like(bias) if needs.bias and bias is not None else None
     rows_step = min(ROWS, max(n, 1))
@@ -45,8 +44,8 @@ def backward(
     for v in range(0, problem.valid, columns_step):
         columns = slice(v, min(v + columns_step, problem.valid))
         width = columns.stop - v
-        weight_sum = torch.zeros(width, d, **fp32) if needs.weight else None
-        bias_sum = torch.zeros(width, **fp32) if grad_bias is not None else None
+        weight_sum = hidden.new_zeros(width, d, dtype=torch.float32) if needs.weight else None
+        bias_sum = hidden.new_zeros(width, dtype=torch.float32) if grad_bias is not None else None
         for r in range(0, n, rows_step):
             rows = slice(r, min(r + rows_step, n))
             z = _product(hidden[rows], weight[columns].t())
