@@ -1,0 +1,7 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace vocabshard::sm90 {
+void register_sm90(pybind11::module_& module);
+}

@@ -1,0 +1,136 @@
+// From a consumer's accumulators to y, in registers: bias, softcap, logits, target, temperature, padding.
+//
+// A lane q of a quad holds, of each of its rows, the 16 columns 16 q ... 16 q + 15 of every group of 64: the copy of
+// `weight` into shared memory permuted its rows so. The last, partial group comes as it lies and is exchanged here.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "contract.h"
+#include "sm90/params.h"
+#include "sm90/ptx.h"
+
+namespace vocabshard::sm90 {
+
+template <int kMBlocks, int kGroups>
+struct Accumulator {
+  static constexpr int kRowGroups = 2 * kMBlocks;  // rows a lane has a part of
+  float d[kMBlocks][32 * kGroups];
+
+  // Nothing that reads the accumulators may be moved above this.
+  VS_DEVICE void settle() {
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m)
+#pragma unroll
+      for (int i = 0; i < 32 * kGroups; ++i) asm volatile("" : "+f"(d[m][i])::"memory");
+  }
+
+  // Column j of the lane's tile in group a, of row group r (64-row block r / 2, its upper or lower 8 rows).
+  VS_DEVICE float& at(int r, int a, int j) { return d[r / 2][32 * a + 4 * (j / 2) + 2 * (r % 2) + j % 2]; }
+};
+
+// Row of the block of M that row group r is for this lane.
+VS_DEVICE int32_t row_of(int r, int warp, int lane) { return 64 * (r / 2) + 16 * warp + 8 * (r % 2) + lane / 4; }
+
+VS_DEVICE float load_bias(const void* bias, int32_t type, int64_t column) {
+  if (type == kBiasBfloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(bias)[column]);
+  if (type == kBiasHalf) return __half2float(static_cast<const __half*>(bias)[column]);
+  return static_cast<const float*>(bias)[column];
+}
+
+// A group that came as it lies: lane q holds columns 8 i + 2 q + e at j = 2 i + e, and is to hold 16 q + j. `scratch`
+// is this warp's own, kTailScratch bytes.
+constexpr int kTailRow = kGroupColumns + 1, kTailScratch = 8 * kTailRow * 4;
+
+template <int kMBlocks, int kGroups>
+VS_DEVICE void exchange_tail(Accumulator<kMBlocks, kGroups>& acc, int a, float* scratch, int lane) {
+  float* row = scratch + lane / 4 * kTailRow;
+  const int q = lane % 4;
+#pragma unroll
+  for (int r = 0; r < 2 * kMBlocks; ++r) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) row[8 * (j / 2) + 2 * q + j % 2] = acc.at(r, a, j);
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 16; ++j) acc.at(r, a, j) = row[16 * q + j];
+    __syncwarp();
+  }
+}
+
+// Softcap in a loop that turns the accumulators round: its code is long, and rarely wanted.
+template <int kMBlocks, int kGroups>
+VS_DEVICE void softcap_all(Accumulator<kMBlocks, kGroups>& acc, float cap) {
+  constexpr int kPerBlock = 32 * kGroups, kAll = kMBlocks * kPerBlock, kStep = 8;
+#pragma unroll 1
+  for (int i = 0; i < kAll / kStep; ++i) {
+    float head[kStep];
+#pragma unroll
+    for (int j = 0; j < kStep; ++j) head[j] = softcap(acc.d[0][j], cap);
+#pragma unroll
+    for (int j = 0; j < kAll - kStep; ++j)
+      acc.d[j / kPerBlock][j % kPerBlock] = acc.d[(j + kStep) / kPerBlock][(j + kStep) % kPerBlock];
+#pragma unroll
+    for (int j = 0; j < kStep; ++j) acc.d[kMBlocks - 1][kPerBlock - kStep + j] = head[j];
+  }
+}
+
+// Before temperature; -inf in padding. `columns` is what exists from the tile's first column on.
+template <int kMBlocks, int kGroups>
+VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, int32_t first_row,
+                            int64_t first_column, int32_t columns, int32_t valid, int warp, int lane) {
+  const int q = lane % 4;
+  const bool whole = valid >= kGroups * kGroupColumns && work.logits_stride % 4 == 0 &&
+                     reinterpret_cast<uintptr_t>(work.logits) % 16 == 0;
+#pragma unroll
+  for (int r = 0; r < 2 * kMBlocks; ++r) {
+    const int32_t row = first_row + row_of(r, warp, lane);
+    if (row >= work.rows) continue;
+    float* out = work.logits + row * work.logits_stride + first_column + 16 * q;
+#pragma unroll
+    for (int a = 0; a < kGroups; ++a) {
+      if (whole) {
+#pragma unroll
+        for (int j = 0; j < 16; j += 4)
+          *reinterpret_cast<float4*>(out + kGroupColumns * a + j) =
+              make_float4(acc.at(r, a, j), acc.at(r, a, j + 1), acc.at(r, a, j + 2), acc.at(r, a, j + 3));
+      } else {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          const int32_t column = kGroupColumns * a + 16 * q + j;
+          if (column < columns) out[kGroupColumns * a + j] = column < valid ? acc.at(r, a, j) : neg_inf();
+        }
+      }
+    }
+  }
+}
+
+// The y of targets that lie in the tile: at most one lane of one warp of the grid has each.
+template <int kMBlocks, int kGroups>
+VS_DEVICE void store_targets(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, float* target_y,
+                             int32_t first_row, int64_t first_column, int32_t valid, int warp, int lane) {
+  constexpr int kRows = 16 * kMBlocks;  // of a warp: lane l looks at row group l / 8, row l % 8
+  const int32_t mine = first_row + row_of(lane / 8, warp, 4 * (lane % 8));
+  int64_t column = -1;
+  if (lane < kRows && mine < work.rows) column = work.target_ids[mine] - work.vocab_start - first_column;
+  const bool here = column >= 0 && column < valid;
+  if (!__any_sync(~0u, here)) return;
+  const int32_t local = here ? static_cast<int32_t>(column) : -1;
+#pragma unroll
+  for (int r = 0; r < 2 * kMBlocks; ++r) {
+    const int32_t wanted = __shfl_sync(~0u, local, 8 * r + lane / 4) - 16 * (lane % 4);
+    float y = 0.0f;
+    bool found = false;
+#pragma unroll
+    for (int a = 0; a < kGroups; ++a)
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        if (wanted == kGroupColumns * a + j) {
+          y = acc.at(r, a, j);
+          found = true;
+        }
+    if (found) target_y[first_row + row_of(r, warp, lane)] = y;
+  }
+}
+
+}  // namespace vocabshard::sm90

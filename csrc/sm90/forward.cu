@@ -1,0 +1,184 @@
+// Chooses a forward kernel by shape, and launches it with the merge behind it.
+#include <algorithm>
+#include <cmath>
+
+#include "contract.h"
+#include "sm90/check.h"
+#include "sm90/forward_plain.h"
+#include "sm90/forward_wgmma.h"
+#include "sm90/launch.h"
+#include "sm90/merge.h"
+#include "sm90/plain.cuh"
+#include "sm90/tensor_map.h"
+
+namespace vocabshard::sm90 {
+
+namespace {
+
+// Rows of hidden that stay in L2 while the vocabulary passes, 4 to 32 MiB of them. More rows take several launches,
+// each of which reads `weight` again: little beside the work.
+constexpr int64_t kChunkRows = 4096;
+constexpr int64_t kAlign = 256;
+
+int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+int64_t words(bool entropy) { return entropy ? kRecordWordsEntropy : kRecordWords; }
+
+// The fewest launches, of equal size.
+int64_t chunk_rows(int64_t rows, int64_t block) {
+  const int64_t blocks = up(rows, block) / block, most = kChunkRows / block;
+  const int64_t launches = (blocks + most - 1) / most;
+  return (blocks + launches - 1) / launches * block;
+}
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
+  RowWork work = {};
+  work.bias = call.bias;
+  work.bias_type = call.bias == nullptr          ? kBiasNone
+                   : call.bias_element == kFloat ? kBiasFloat
+                   : call.bias_element == kHalf  ? kBiasHalf
+                                                 : kBiasBfloat16;
+  work.rows = static_cast<int32_t>(rows);
+  work.columns = static_cast<int32_t>(call.columns);
+  work.valid = static_cast<int32_t>(call.valid);
+  work.vocab_start = call.vocab_start;
+  work.target_ids = call.target_ids + first;
+  work.row_inv_temperature = call.row_inv_temperature == nullptr ? nullptr : call.row_inv_temperature + first;
+  work.inv_temperature = call.inv_temperature;
+  work.scaled = call.row_inv_temperature != nullptr || call.inv_temperature != 1.0f;  // true for NaN
+  work.cap = call.softcap;
+  work.logits = call.logits == nullptr ? nullptr : call.logits + first * call.logits_row;
+  work.logits_stride = call.logits_row;
+  return work;
+}
+
+const char* row_pointer(const void* base, int64_t row, int64_t stride, int element_bytes) {
+  return static_cast<const char*>(base) + row * stride * element_bytes;
+}
+
+Schedule wgmma_schedule(const ForwardCall& call, const WgmmaShape& shape, int64_t rows, int32_t multiprocessors) {
+  return make_schedule(static_cast<int32_t>(up(rows, 64 * shape.m_blocks) / (64 * shape.m_blocks)),
+                       static_cast<int32_t>(up(call.columns, kGroupColumns) / kGroupColumns), shape.groups,
+                       std::max(multiprocessors / 2, 1));
+}
+
+void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_t first, int64_t rows,
+                        int32_t multiprocessors, cudaStream_t stream) {
+  const WgmmaShape shape = wgmma_shape(plan.path);
+  const bool half_precision = call.element == kHalf;
+  const int64_t whole_groups = call.columns / kGroupColumns;
+  WgmmaParams p = {};
+  p.hidden = map_rows(row_pointer(call.hidden, first, call.hidden_row, 2), half_precision, rows, call.depth,
+                      call.hidden_row, 32 * shape.m_blocks);
+  p.tail = map_rows(call.weight, half_precision, call.columns, call.depth, call.weight_row, kGroupColumns);
+  if (whole_groups > 0) {
+    p.group = map_groups(call.weight, half_precision, whole_groups, call.depth, call.weight_row, 1);
+    p.tile = map_groups(call.weight, half_precision, whole_groups, call.depth, call.weight_row, shape.groups);
+  } else {
+    p.group = p.tile = p.tail;
+  }
+  p.work = row_work(call, first, rows);
+  p.schedule = wgmma_schedule(call, shape, rows, multiprocessors);
+  p.k_blocks = static_cast<int32_t>(up(call.depth, kDepth) / kDepth);
+  p.whole_groups = static_cast<int32_t>(whole_groups);
+  p.target_y = static_cast<float*>(call.workspace);
+  p.lanes = static_cast<char*>(call.workspace) + up(plan.chunk_rows * 4, kAlign);
+  launch_wgmma(p, plan.path, half_precision, call.entropy, stream);
+  launch_merge_lanes(p, shape.m_blocks, call.entropy, call.records + first, call.rows, stream);
+}
+
+void launch_plain_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_t first, int64_t rows,
+                        cudaStream_t stream) {
+  const int bytes = call.element == kFloat ? 4 : 2;
+  PlainParams p = {row_pointer(call.hidden, first, call.hidden_row, bytes),
+                   call.weight,
+                   call.hidden_row,
+                   call.hidden_column,
+                   call.weight_row,
+                   call.weight_column,
+                   call.depth,
+                   row_work(call, first, rows),
+                   static_cast<int64_t*>(call.workspace)};
+  if (call.element == kFloat)
+    launch_fma(p, plan.splits, call.entropy, stream);
+  else
+    launch_mma(p, call.element == kHalf, plan.splits, call.entropy, stream);
+  launch_merge_splits(p.splits, kPlainSplitsPerCta * plan.splits, static_cast<int32_t>(rows), call.entropy,
+                      call.records + first, call.rows, stream);
+}
+
+}  // namespace
+
+int32_t multiprocessor_count() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
+bool tma_can_read(const void* base, int64_t row_stride, int64_t column_stride) {
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && column_stride == 1 && row_stride > 0 && row_stride % 8 == 0 &&
+         row_stride < (int64_t{1} << 33);  // 64 rows of it below 2^40 bytes
+}
+
+ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
+  ForwardPlan plan = {call.path, 0, 0, 0};
+  const bool by_tma = call.element != kFloat && tma_can_read(call.hidden, call.hidden_row, call.hidden_column) &&
+                      tma_can_read(call.weight, call.weight_row, call.weight_column);
+  if (plan.path == kAuto)
+    plan.path = call.element == kFloat ? kFma : !by_tma ? kMma : call.rows <= 64 ? kRows64 : kRows128;
+  require(plan.path != kFma || call.element == kFloat, "the FMA path takes fp32 only");
+  require(plan.path == kFma || call.element != kFloat, "fp32 takes the FMA path only");
+  require((plan.path != kRows128 && plan.path != kRows64) || by_tma,
+          "TMA needs a base on 16 bytes, a column stride of 1 and row strides of multiples of 8 elements");
+  if (call.rows == 0 || call.columns == 0) return plan;
+  if (plan.path == kRows128 || plan.path == kRows64) {
+    const WgmmaShape shape = wgmma_shape(plan.path);
+    plan.chunk_rows = chunk_rows(call.rows, 64 * shape.m_blocks);
+    // the last launch may have fewer blocks of rows, and then needs other places
+    int64_t lanes = 0;
+    for (int64_t rows : {std::min(plan.chunk_rows, call.rows), call.rows % plan.chunk_rows})
+      if (rows > 0)
+        lanes = std::max(lanes,
+                         lanes_bytes(wgmma_schedule(call, shape, rows, multiprocessors), shape.m_blocks, call.entropy));
+    plan.workspace = up(plan.chunk_rows * 4, kAlign) + lanes;
+  } else {
+    const PlainShape shape = plan.path == kFma ? fma_shape() : mma_shape();
+    plan.chunk_rows = chunk_rows(call.rows, shape.rows);
+    const int64_t blocks = up(call.columns, shape.columns) / shape.columns;
+    plan.splits = static_cast<int32_t>(
+        std::max<int64_t>(1, std::min(blocks, 8 * multiprocessors / (plan.chunk_rows / shape.rows))));
+    plan.workspace = kPlainSplitsPerCta * plan.splits * words(call.entropy) * plan.chunk_rows * 8;
+  }
+  return plan;
+}
+
+void launch_forward(const ForwardCall& call, cudaStream_t stream) {
+  require(call.columns < (int64_t{1} << 31) - 1024 && call.depth < (int64_t{1} << 31) - 1024,
+          "V_local and D must be below 2^31 - 1024");
+  require(call.depth > 0, "D must be positive");
+  require(call.valid >= 0 && call.valid <= call.columns, "valid must be within 0 ... V_local");
+  if (call.rows == 0) return;
+  if (call.columns == 0) {
+    require(call.rows < (int64_t{1} << 31), "N must be below 2^31");
+    launch_merge_splits(nullptr, 0, static_cast<int32_t>(call.rows), call.entropy, call.records, call.rows, stream);
+    check_launch("merge of nothing");
+    return;
+  }
+  const int32_t multiprocessors = multiprocessor_count();
+  const ForwardPlan plan = plan_forward(call, multiprocessors);
+  for (int64_t first = 0; first < call.rows; first += plan.chunk_rows) {
+    const int64_t rows = std::min(plan.chunk_rows, call.rows - first);
+    if (plan.path == kRows128 || plan.path == kRows64)
+      launch_wgmma_chunk(call, plan, first, rows, multiprocessors, stream);
+    else
+      launch_plain_chunk(call, plan, first, rows, stream);
+    check_launch("forward");
+  }
+}
+
+}  // namespace vocabshard::sm90

@@ -1,0 +1,28 @@
+// Host side of the wgmma kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "sm90/launch.h"
+
+namespace vocabshard::sm90 {
+
+struct WgmmaParams;
+
+struct WgmmaShape {
+  int m_blocks;  // 64 rows each
+  int groups;    // 64 columns each
+};
+
+constexpr WgmmaShape kShape128 = {2, 3}, kShape64 = {1, 4};
+constexpr WgmmaShape wgmma_shape(int32_t path) { return path == kRows64 ? kShape64 : kShape128; }
+
+// One translation unit an element type: they take long to compile.
+void launch_wgmma_bf16(const WgmmaParams& p, int32_t path, bool entropy, cudaStream_t stream);
+void launch_wgmma_fp16(const WgmmaParams& p, int32_t path, bool entropy, cudaStream_t stream);
+
+inline void launch_wgmma(const WgmmaParams& p, int32_t path, bool half_precision, bool entropy, cudaStream_t stream) {
+  half_precision ? launch_wgmma_fp16(p, path, entropy, stream) : launch_wgmma_bf16(p, path, entropy, stream);
+}
+
+}  // namespace vocabshard::sm90

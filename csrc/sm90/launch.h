@@ -1,0 +1,79 @@
+// Launch functions of the CUDA side. No torch here: raw pointers, sizes, strides in elements, a stream of the current
+// device. Nothing synchronises, nothing is allocated, everything can be captured in a graph. They throw
+// std::invalid_argument for what they cannot take and std::runtime_error for CUDA's own errors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace vocabshard::sm90 {
+
+enum Element : int32_t { kBfloat16 = 0, kHalf = 1, kFloat = 2 };
+
+// Which kernel. All of kRows128, kRows64 and kMma give the same bytes.
+enum Path : int32_t {
+  kAuto = 0,
+  kRows128 = 1,  // wgmma, 128 rows x 192 columns a consumer
+  kRows64 = 2,   // wgmma, 64 rows x 256 columns
+  kMma = 3,      // mma.sync, any strides
+  kFma = 4       // fp32
+};
+
+struct ForwardCall {
+  int32_t element;  // of hidden and weight
+  int64_t rows, depth, columns;
+  const void* hidden;
+  int64_t hidden_row, hidden_column;
+  const void* weight;
+  int64_t weight_row, weight_column;
+  const void* bias;  // [columns] or null
+  int32_t bias_element;
+  int64_t vocab_start;
+  int64_t valid;                     // leading columns that are real
+  const int64_t* target_ids;         // [rows], global ids
+  const float* row_inv_temperature;  // [rows] or null
+  float inv_temperature;             // for all rows, if there is none by row; 1: none
+  float softcap;                     // 0: none
+  bool entropy;
+  float* logits;  // [rows, columns] or null
+  int64_t logits_row;
+  int64_t* records;  // [4 or 7, rows]
+  void* workspace;   // forward_workspace bytes, aligned to 256
+  int32_t path;
+};
+
+// A pure function of the shape, the strides' fitness for TMA, and the device's number of multiprocessors.
+struct ForwardPlan {
+  int32_t path;
+  int64_t chunk_rows;  // rows a launch takes
+  int64_t workspace;   // bytes
+  int32_t splits;      // of the vocabulary, for kMma and kFma
+};
+
+bool tma_can_read(const void* base, int64_t row_stride, int64_t column_stride);
+ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors);
+void launch_forward(const ForwardCall& call, cudaStream_t stream);
+
+struct FoldCall {
+  const int64_t* records;  // [ranks, 4 or 7, rows], merged in ascending order
+  int64_t ranks, rows;
+  const int64_t* target_ids;  // [rows]
+  int64_t ignore_index;
+  bool has_ignore_index;
+  int64_t real_vocab_size;
+  bool invalid_is_nan;
+  bool entropy;
+  float* logp;  // all [rows]
+  float* lse;
+  float* entropy_out;  // or null
+  int32_t* lse2_int;
+  float* lse2_frac;
+  float* maximum;
+};
+
+void launch_fold(const FoldCall& call, cudaStream_t stream);
+
+int32_t multiprocessor_count();  // of the current device
+
+}  // namespace vocabshard::sm90

@@ -1,0 +1,49 @@
+// What the forward kernels are given. N rows of hidden, D deep, V_local columns.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "sm90/schedule.h"
+
+namespace vocabshard::sm90 {
+
+enum BiasType : int32_t { kBiasNone = 0, kBiasFloat = 1, kBiasBfloat16 = 2, kBiasHalf = 3 };
+
+// From the chain to y, and what is kept of it: the same for every forward kernel.
+struct RowWork {
+  const void* bias;  // [columns], of bias_type
+  int32_t bias_type;
+  int32_t rows;
+  int32_t columns;  // V_local
+  int32_t valid;    // leading columns that are real
+  int64_t vocab_start;
+  const int64_t* target_ids;         // [rows], global
+  const float* row_inv_temperature;  // [rows] or null
+  float inv_temperature;             // used when scaled and there is none by row
+  float cap;                         // 0: no softcap
+  bool scaled;
+  float* logits;          // [rows, columns] or null
+  int64_t logits_stride;  // elements a row
+};
+
+// Rows in shared memory of one block of M, and columns: see forward_wgmma.cuh.
+constexpr int kDepth = 64;  // elements of k a stage holds: 128 bytes, the swizzle's width
+constexpr int kStages = 5;
+
+struct alignas(128) WgmmaParams {
+  CUtensorMap hidden;  // {D, N}, box {64, half a block of rows}
+  CUtensorMap tile;    // whole groups of 64 columns permuted, box of a whole tile
+  CUtensorMap group;   // the same, box of one group
+  CUtensorMap tail;    // {D, V_local} as it lies, box {64, 64}: for the last V_local mod 64 columns
+  RowWork work;
+  Schedule schedule;
+  int32_t k_blocks;      // ceil(D / 64)
+  int32_t whole_groups;  // V_local / 64
+  float* target_y;       // [rows]: written where the target is a valid column here
+  char* lanes;  // the lanes' partials: [clusters][2 CTAs][2 consumers][most_m][4 warps][row groups][parts][32 lanes] 16
+                // bytes
+};
+
+}  // namespace vocabshard::sm90

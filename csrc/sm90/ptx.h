@@ -1,0 +1,143 @@
+// Hopper's instructions, one a function.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace vocabshard::sm90::ptx {
+
+#define VS_DEVICE __device__ __forceinline__
+
+VS_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Read anew at every use: where accumulators fill the registers, nothing cheap is kept.
+VS_DEVICE int thread() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+// ---- barriers in shared memory ----
+
+VS_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the cluster.
+VS_DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+VS_DEVICE void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// The same barrier of the CTA `rank` of the cluster. Not .release.cluster: that form flushes caches at every stage.
+VS_DEVICE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+VS_DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
+VS_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+}
+
+// ---- named barriers ----
+
+VS_DEVICE void barrier_sync(uint32_t id, uint32_t threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+VS_DEVICE void barrier_arrive(uint32_t id, uint32_t threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- clusters ----
+
+VS_DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+VS_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+VS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// ---- tensor copies ----
+
+VS_DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+VS_DEVICE void copy_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
+
+// To the same place of every CTA in `mask`, and counted by the same barrier there.
+VS_DEVICE void copy_2d_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t y,
+                                 uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask)
+      : "memory");
+}
+
+VS_DEVICE void copy_5d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t last) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %4, %5}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(last)
+      : "memory");
+}
+
+// ---- warpgroups ----
+
+template <int kRegisters>
+VS_DEVICE void registers_raise() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+VS_DEVICE void registers_lower() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+VS_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+VS_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+VS_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- arithmetic ----
+
+// A maximum that keeps a NaN from either side, and +0 over -0.
+VS_DEVICE float max_nan(float a, float b) {
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+
+// x * 2^n cut to 32 bits, for any n: PTX shifts by 32 and more give 0, and a negative n is a huge unsigned one.
+VS_DEVICE uint32_t shifted(uint32_t x, int32_t n) {
+  uint32_t left, right;
+  asm("shl.b32 %0, %1, %2;" : "=r"(left) : "r"(x), "r"(n));
+  asm("shr.u32 %0, %1, %2;" : "=r"(right) : "r"(x), "r"(-n));
+  return left | right;
+}
+
+}  // namespace vocabshard::sm90::ptx

@@ -1,0 +1,19 @@
+// TMA's description of a matrix. Made on the host at every call: nothing to go stale.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace vocabshard::sm90 {
+
+// [rows, depth] of 2-byte elements, row_stride elements apart, 64 x box_rows at a time. Outside it is zero.
+CUtensorMap map_rows(const void* base, bool half_precision, int64_t rows, int64_t depth, int64_t row_stride,
+                     int box_rows);
+
+// The whole groups of 64 rows of the same, in the order of an accumulator: row 8 i + 2 q + e of a group is
+// row 16 q + 2 i + e of the matrix. box_groups groups at a time.
+CUtensorMap map_groups(const void* base, bool half_precision, int64_t groups, int64_t depth, int64_t row_stride,
+                       int box_groups);
+
+}  // namespace vocabshard::sm90
