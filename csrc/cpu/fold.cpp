@@ -29,6 +29,7 @@ void cpu_fold(const int64_t* gathered, int64_t world_size, int64_t words, int64_
               int64_t ignore_index, int64_t real_vocab_size, bool invalid_is_nan, const FoldOutputs& out) {
   const bool entropy = words == kRecordWordsEntropy;
   if (!entropy && words != kRecordWords) throw std::invalid_argument("records must have 4 or 7 words");
+  if (rows == 0) return;  // empty tensors have no address
   if (entropy != (out.entropy != nullptr))
     throw std::invalid_argument("entropy is folded from records of 7 words only");
   const cpu::PlainFloat plain;

@@ -10,7 +10,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8, kTilePanels = 3;  // 24 accumulators of 32 registers
 #elif defined(__AVX2__)
-constexpr int kTileRows = 2, kTilePanels = 3;  // 12 of 16
+constexpr int kTileRows = 6, kTilePanels = 1;  // 12 accumulators of 16 registers
 #else
 constexpr int kTileRows = 2, kTilePanels = 1;
 #endif

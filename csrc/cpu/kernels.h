@@ -9,6 +9,7 @@
 namespace vocabshard::cpu {
 
 constexpr int kLanes = 16;
+constexpr int kRowSlack = 8;  // register tiles read past the last row of their left factor
 
 // What the pass over the columns knows of 16 rows: contract.h's Partial, lane by lane.
 struct alignas(64) PanelState {
@@ -43,7 +44,7 @@ enum Mode : int { kChain, kStore, kAdd };
 // c[i][j] <- sum over k of a(i, k) * b[j / 16][k][j % 16], k ascending, one FMA each.
 struct Product {
   int64_t m, n, k;
-  const float* a;  // a(i, k) = a[i * a_row + k * a_step]; readable up to m rounded up to 8
+  const float* a;  // a(i, k) = a[i * a_row + k * a_step]; readable for kRowSlack rows more
   int64_t a_row, a_step;
   const float* b;  // panels at b + panel * b_panel
   int64_t b_panel;

@@ -1,7 +1,7 @@
 // 16 fp32 or int32 lanes in native vectors of the instruction set that this file is compiled for.
 #pragma once
 
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -33,25 +33,33 @@ typedef int32_t NativeI __attribute__((vector_size(4 * kWidth)));
 VS_INLINE NativeF native_fma(NativeF a, NativeF b, NativeF c) { return (NativeF)_mm512_fmadd_ps(a, b, c); }
 #elif defined(__AVX2__)
 VS_INLINE NativeF native_fma(NativeF a, NativeF b, NativeF c) { return (NativeF)_mm256_fmadd_ps(a, b, c); }
-#elif defined(__FP_FAST_FMAF)
+#elif defined(__x86_64__) && !defined(__FMA__)
+// No fused instruction: the product is exact in fp64, TwoSum gives the sum's error, rounding the fp64 sum to odd makes
+// the second rounding harmless.
+VS_INLINE __m128d odd_sum(__m128d p, __m128d c) {
+  const __m128d zero = _mm_setzero_pd(), s = _mm_add_pd(p, c), back = _mm_sub_pd(s, p);
+  const __m128d error = _mm_add_pd(_mm_sub_pd(p, _mm_sub_pd(s, back)), _mm_sub_pd(c, back));
+  const __m128d above = _mm_cmpgt_pd(error, zero);
+  const __m128d inexact = _mm_or_pd(above, _mm_cmplt_pd(error, zero));  // a sum that is no number has a NaN error
+  const __m128i one = _mm_set1_epi64x(1), word = _mm_castpd_si128(s);
+  const __m128i even = _mm_sub_epi64(_mm_and_si128(word, one), one);
+  // one step away from zero, or -1 towards it
+  const __m128i step = _mm_or_si128(_mm_castpd_si128(_mm_xor_pd(above, _mm_cmpgt_pd(s, zero))), one);
+  const __m128i taken = _mm_and_si128(_mm_and_si128(step, even), _mm_castpd_si128(inexact));
+  return _mm_castsi128_pd(_mm_add_epi64(word, taken));
+}
+VS_INLINE NativeF native_fma(NativeF a, NativeF b, NativeF c) {
+  const __m128 x = (__m128)a, y = (__m128)b, z = (__m128)c;
+  const __m128d low = odd_sum(_mm_mul_pd(_mm_cvtps_pd(x), _mm_cvtps_pd(y)), _mm_cvtps_pd(z));
+  const __m128d high = odd_sum(_mm_mul_pd(_mm_cvtps_pd(_mm_movehl_ps(x, x)), _mm_cvtps_pd(_mm_movehl_ps(y, y))),
+                               _mm_cvtps_pd(_mm_movehl_ps(z, z)));
+  return (NativeF)_mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
+}
+#else
 VS_INLINE NativeF native_fma(NativeF a, NativeF b, NativeF c) {
   NativeF r;
   for (int i = 0; i < kWidth; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return r;
-}
-#else
-// No fused instruction: the product is exact in fp64, TwoSum gives the sum's error, rounding the fp64 sum to odd makes
-// the second rounding harmless.
-VS_INLINE NativeF native_fma(NativeF a, NativeF b, NativeF c) {
-  typedef double D __attribute__((vector_size(8 * kWidth)));
-  typedef int64_t L __attribute__((vector_size(8 * kWidth)));
-  const D p = __builtin_convertvector(a, D) * __builtin_convertvector(b, D), d = __builtin_convertvector(c, D);
-  const D s = p + d, back = s - p, error = (p - (s - back)) + (d - back);
-  const L word = (L)s;
-  const L inexact = (error > 0) | (error < 0);  // an infinite or NaN sum has a NaN error
-  const L step = ((error > 0) ^ (s > 0)) | 1;   // 1 away from zero, -1 towards it
-  const L even = (word & 1) - 1;
-  return __builtin_convertvector((D)(word + (step & inexact & even)), NativeF);
 }
 #endif
 

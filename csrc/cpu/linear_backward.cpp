@@ -4,8 +4,6 @@
 // its gradients of the logits, then adds its products. Long sums are cut into fixed blocks: a block is one FMA chain
 // from zero, blocks are added in ascending order. Nothing here depends on threads, on V_local or on a neighbour's
 // values.
-#include <stdexcept>
-
 #include "cpu/problem.h"
 
 namespace vocabshard {
@@ -16,7 +14,7 @@ namespace {
 
 constexpr int64_t kBytes = 12 << 20;         // packed hidden rows; fp32 weight gradients of a super-block
 constexpr int64_t kGradientBytes = 4 << 20;  // gradients of the logits
-constexpr int64_t kSumBlock = 256;
+constexpr int64_t kSumBlock = 64;            // short chains: less error than a library product
 constexpr int64_t kRowsMax = 1024, kColumnsMax = 4096;
 constexpr int64_t kChunkRows = 18 * kLanes, kOutRows = 256, kOutColumns = 12 * kLanes;
 
@@ -182,8 +180,7 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
   const Kernels& kernels = cpu::kernels(run.isa);
   const int64_t N = hidden.rows, D = hidden.cols, V = problem.valid;
   if (!grad_hidden.data && !grad_weight.data && !grad_bias.data) return;
-  if (problem.entropy != (gradients.entropy != nullptr) || problem.entropy != (gradients.row_entropy != nullptr))
-    throw std::invalid_argument("entropy gradients go with entropy, and only with it");
+  check_gradients(problem, gradients, N);
   Team team(run.threads);
 
   int64_t active = 0;
@@ -210,7 +207,7 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
                 Scratch<int64_t>(sizes.rows),
                 Scratch<PanelRows>(ceil_div(sizes.rows, kLanes)),
                 Scratch<float>(sizes.rows * D),
-                Scratch<float>(sizes.columns * sizes.ld),
+                Scratch<float>((sizes.columns + kRowSlack) * sizes.ld),
                 Scratch<float>(accumulates ? sizes.columns * D : 0),
                 Scratch<double>(sizes.columns),
                 Scratch<float>(),

@@ -1,6 +1,5 @@
 // The softmax layer on logits that are there already, and its gradient.
 #include <algorithm>
-#include <stdexcept>
 #include <vector>
 
 #include "cpu/problem.h"
@@ -103,8 +102,7 @@ void cpu_logits_backward(const Matrix& logits, const int64_t* source, int64_t ou
                          const Problem& problem, const RowGradients& gradients, const Matrix& grad_logits,
                          const CpuRun& run) {
   const Kernels& kernels = cpu::kernels(run.isa);
-  if (problem.entropy != (gradients.entropy != nullptr) || problem.entropy != (gradients.row_entropy != nullptr))
-    throw std::invalid_argument("entropy gradients go with entropy, and only with it");
+  check_gradients(problem, gradients, outputs);
   const Readers readers = sort_readers(source, outputs);
   const int64_t used = static_cast<int64_t>(readers.used.size()), panels = ceil_div(used, kLanes);
   Team team(run.threads);

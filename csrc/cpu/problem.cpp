@@ -1,6 +1,14 @@
 #include "cpu/problem.h"
 
+#include <stdexcept>
+
 namespace vocabshard::cpu {
+
+void check_gradients(const Problem& problem, const RowGradients& gradients, int64_t rows) {
+  const bool given = gradients.entropy && gradients.row_entropy;
+  if (rows > 0 && problem.entropy != given)  // empty tensors have no address
+    throw std::invalid_argument("entropy gradients and saved entropies go with entropy, and only with it");
+}
 
 void fill_panel(const RowInputs& rows, const Problem& problem, const RowGradients* gradients, const int64_t* index,
                 int64_t row0, int64_t count, PanelRows* out) {
@@ -50,7 +58,7 @@ Block Projection::run(int64_t first_column, int64_t columns, const float* packed
       for (int64_t l = 0; l < panels * kLanes; ++l) z[v * ld + l] = 0.0f;
   float* bias = nullptr;
   if (bias_.data) {
-    bias = scratch + column_block_ * row_size();
+    bias = scratch + (column_block_ + kRowSlack) * row_size();
     kernels_.load_rows(bias_, 0, 1, first_column, columns, bias, 0);
   }
   return {z, ld, first_column, columns, panels, bias, problem_.softcap, scaled_, problem_.entropy};

@@ -8,13 +8,16 @@
 
 namespace vocabshard::cpu {
 
-constexpr int64_t kColumnBlock = 128;    // columns projected at a time
+constexpr int64_t kColumnBlock = 96;     // columns projected at a time: whole tiles and register tiles
 constexpr int64_t kStepBlock = 256;      // steps of the chain between two visits of the accumulators
 constexpr int64_t kStepBlockFew = 2048;  // the same for one register tile of rows: long runs of weight
 constexpr int64_t kColumnBlockFew = 16;
 constexpr int64_t kChunkPanels = 24;  // panels that a column block meets at a time
 
 inline bool is_scaled(const RowInputs& rows) { return rows.inv_temperature || rows.scalar_inv_temperature != 1.0f; }
+
+// std::invalid_argument when there are entropy gradients without entropy, or the other way round.
+void check_gradients(const Problem& problem, const RowGradients& gradients, int64_t rows);
 
 // Fills the inputs of `count` <= 16 rows (index[i], or from row0 on); the other lanes are empty.
 void fill_panel(const RowInputs& rows, const Problem& problem, const RowGradients* gradients, const int64_t* index,
@@ -28,7 +31,7 @@ class Projection {
              int64_t rows);
 
   int64_t column_block() const { return column_block_; }
-  int64_t scratch() const { return column_block_ * row_size() + column_block_; }  // floats a worker needs
+  int64_t scratch() const { return (column_block_ + kRowSlack) * row_size() + column_block_; }  // floats a worker needs
 
   // packed: panels of D * 16; z[column * ld + lane]. The block's bias lies in scratch.
   Block run(int64_t first_column, int64_t columns, const float* packed, int64_t panels, float* scratch, float* z,

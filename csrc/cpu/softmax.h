@@ -30,25 +30,29 @@ VS_INLINE F exp_split(F y, I* k) {
 }
 VS_INLINE F scale_pow2(F p, I n) { return from_bits(bits(p) + shift_left(n, 23)); }
 
-VS_INLINE F tanh_pinned(F u) {
-  const F zero = set(0.0f), one = set(1.0f);
+// tanh u, and its slope 1 - tanh^2: from the rest to 1 where tanh is large, so that nothing cancels.
+VS_INLINE F tanh_pinned(F u, F* slope) {
+  const F zero = set(0.0f), one = set(1.0f), two = set(2.0f);
   const I negative = less(u, zero);
   const F a = select(negative, -u, u), u2 = u * u;
   const F small = fma(u * u2, fma(fma(set(kTanh3), u2, set(kTanh2)), u2, set(kTanh1)), u);
   const F capped = select(less(a, set(kTanhOne)), a, set(kTanhOne));
   I k;
   const F p = exp_split(capped + capped, &k);
-  const F large = one - set(2.0f) / (one + scale_pow2(p, k));
-  return select(less(a, set(kTanhSmall)), small, select(negative, -large, large));
+  const F rest = two / (one + scale_pow2(p, k)), large = one - rest;
+  const F th = select(less(a, set(kTanhSmall)), small, select(negative, -large, large));
+  *slope = select(less(a, set(0.5f)), fma(-th, th, one), rest * (two - rest));
+  return th;
 }
 
 VS_INLINE I is_finite(F z) { return less(bits(z) & set_int(0x7fffffff), set_int(0x7f800000)); }
-VS_INLINE F softcap(F z, F cap) { return select(is_finite(z), cap * tanh_pinned(z / cap), z); }
+VS_INLINE F softcap(F z, F cap, F* slope) { return select(is_finite(z), cap * tanh_pinned(z / cap, slope), z); }
 
 // The logit before temperature of column v.
 VS_INLINE F logit(const Block& b, F chain, int64_t v) {
   const F z = b.bias ? chain + set(b.bias[v]) : chain;
-  return b.softcap != 0.0f ? softcap(z, set(b.softcap)) : z;
+  F slope;
+  return b.softcap != 0.0f ? softcap(z, set(b.softcap), &slope) : z;
 }
 
 static void finish_logits(const Block& b) {
@@ -178,7 +182,7 @@ static void gradients(const Block& b, const PanelRows* all_rows) {
     const F scale = load(rows.inv_temperature), frac = load(rows.lse2_frac), negative_int = -load(rows.lse2_int);
     const F target = load(rows.grad_target), softmax_grad = load(rows.grad_softmax);
     const F entropy_grad = load(rows.grad_entropy), entropy = load(rows.entropy);
-    const F row_scale = exp_poly(-frac);
+    const F row_scale = exp_poly(-frac), ln2 = set(static_cast<float>(kLn2));
     const I poisoned = is_nan(frac);
     const I active = ~(equal(target, zero) & equal(softmax_grad, zero) & equal(entropy_grad, zero));
     alignas(64) int32_t where[kLanes];
@@ -192,26 +196,22 @@ static void gradients(const Block& b, const PanelRows* all_rows) {
       const F before = b.bias ? load(z) + set(b.bias[v]) : load(z);
       F slope = one, y = before;
       if (b.softcap != 0.0f) {
-        const F th = tanh_pinned(before / cap);
-        const I finite = is_finite(before);
-        y = select(finite, cap * th, before);
-        slope = select(finite, (one - th) * (one + th), zero);
+        y = softcap(before, cap, &slope);
+        slope = select(is_finite(before), slope, zero);
       }
       if (b.scaled) y = y * scale;
       // p = P(f) 2^(k - lse2_int) 2^-lse2_frac: unlike 2^(y c - lse2) as accurate where p is small as where it is large
       const F limited = select(less(y, set(-kLogitLimit)), set(-kLogitLimit), y);
       const F shifted = fma(limited, set(kLog2e), set(kMagic)), k = shifted - set(kMagic);
-      const F n = k + negative_int;
-      const F power = scale_pow2(exp_poly(fma(limited, set(kLog2e), -k)) * row_scale,
-                                 magic_integer(select(less(n, set(-125.0f)), zero, n) + set(kMagic)));
+      const F f = fma(limited, set(kLog2e), -k), n = k + negative_int;
+      const F power =
+          scale_pow2(exp_poly(f) * row_scale, magic_integer(select(less(n, set(-125.0f)), zero, n) + set(kMagic)));
       F prob = select(less(n, set(-125.0f)), zero, power);
       prob = select(poisoned, frac, prob);
       const F onehot = select(equal(target_column, set_int(static_cast<int32_t>(v))), target, zero);
       F share = softmax_grad;
-      if (b.entropy) {
-        const F t = fma(limited, set(kLog2e), negative_int) - frac;
-        share = softmax_grad - entropy_grad * fma(t, set(static_cast<float>(kLn2)), entropy);
-      }
+      if (b.entropy)  // log p + H, the large parts first: they cancel
+        share = softmax_grad - entropy_grad * fma(f - frac, ln2, fma(n, ln2, entropy));
       F dz = fma(prob, share, onehot);
       if (b.scaled) dz = dz * scale;
       if (b.softcap != 0.0f) dz = dz * slope;
