@@ -70,14 +70,16 @@ def cuda_sources() -> tuple[str | None, list[Path]]:
     wish = os.environ.get("VOCABSHARD_CUDA", "")
     if wish not in ("", "0", "1"):
         raise PlatformError(f"VOCABSHARD_CUDA must be 0, 1 or unset, got {wish!r}")
-    nvcc, sources = find_nvcc(), sorted((CSRC / "sm90").glob("*.cu"))
+    nvcc = find_nvcc()
+    # nvcc takes the .cpp too: it knows where CUDA's headers are
+    sources = sorted(p for p in (CSRC / "sm90").glob("*") if p.suffix in (".cu", ".cpp"))
     if wish == "1" and nvcc is None:
         raise PlatformError(
             "VOCABSHARD_CUDA=1 asks for the CUDA kernels, but there is no nvcc in $CUDA_HOME/bin or on PATH: "
             "install the CUDA toolkit, set CUDA_HOME, or unset VOCABSHARD_CUDA to build for the CPU alone"
         )
     if wish == "1" and not sources:
-        raise PlatformError("VOCABSHARD_CUDA=1 asks for the CUDA kernels, but csrc/sm90 holds no .cu file")
+        raise PlatformError("VOCABSHARD_CUDA=1 asks for the CUDA kernels, but csrc/sm90 holds no source")
     return (nvcc, sources) if wish != "0" and nvcc and sources else (None, [])
 
 
@@ -124,7 +126,7 @@ class BuildExtension(build_ext):
             digest.update(path.relative_to(CSRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
         digest.update(repr([(s.relative_to(CSRC).as_posix(), flags) for s, _, flags in plan]).encode())
         build = f"{self.distribution.get_version()}+{digest.hexdigest()[:16]}"
-        python = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_path('include')}"]
+        python = ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
         bindings = [f'-DVOCABSHARD_BUILD="{build}"', *python]
 
         OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -132,7 +134,9 @@ class BuildExtension(build_ext):
 
         def build_one(entry: tuple[Path, list[str], list[str]]) -> str:
             source, compiler, flags = entry
-            extra = bindings if source.name == "bindings.cpp" else []
+            extra = []
+            if source.name.startswith("bindings"):
+                extra = bindings if source.parent == CSRC else python
             return str(compile_one(source, [*compiler, *flags, *extra, f"-I{CSRC}"], versions[tuple(compiler)]))
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:

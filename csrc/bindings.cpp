@@ -1,4 +1,5 @@
-// The only pybind11 file. Pointers come as integers (tensor.data_ptr()), 0 for an absent one; callers check shapes.
+// The module and its CPU side; csrc/sm90/bindings_sm90.cpp adds the CUDA side. Pointers come as integers
+// (tensor.data_ptr()), 0 for an absent one; callers check shapes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +8,9 @@
 
 #include "api.h"
 #include "contract.h"
+#if VOCABSHARD_CUDA
+#include "sm90/bindings_sm90.h"
+#endif
 
 namespace py = pybind11;
 using namespace vocabshard;
@@ -208,4 +212,7 @@ PYBIND11_MODULE(_C, m) {
   bind_structs(m);
   bind_cpu(m);
   bind_specification(m);
+#if VOCABSHARD_CUDA
+  sm90::register_sm90(m);
+#endif
 }

@@ -110,3 +110,69 @@ def spec_partials(
     records: int,
 ) -> None:
     """Records of fp32 y [rows, columns] by the scalar text: tiles in tile_order, cut at positions `splits`, merged."""
+
+# ---- with the CUDA side only: build_info()["cuda"] ----
+
+SM90_PATHS: dict[str, int]
+
+class Sm90Forward:
+    """A forward of `hidden` and `weight` on CUDA device `device`, to be planned and launched there."""
+
+    def __init__(
+        self,
+        *,
+        device: int,
+        element: int,
+        rows: int,
+        depth: int,
+        columns: int,
+        hidden: int,
+        hidden_row: int,
+        hidden_column: int,
+        weight: int,
+        weight_row: int,
+        weight_column: int,
+        entropy: bool,
+        path: int = 0,
+    ) -> None: ...
+    def plan(self) -> tuple[int, int, int, int]:
+        """Path, bytes of workspace, rows a launch, vocabulary splits."""
+
+    def launch(
+        self,
+        *,
+        target_ids: int,
+        vocab_start: int,
+        valid: int,
+        bias: int = 0,
+        bias_element: int = 0,
+        row_inv_temperature: int = 0,
+        inv_temperature: float = 1.0,
+        softcap: float = 0.0,
+        logits: int = 0,
+        logits_row: int = 0,
+        records: int,
+        workspace: int,
+        stream: int,
+    ) -> None: ...
+
+def sm90_fold(
+    *,
+    device: int,
+    records: int,
+    ranks: int,
+    rows: int,
+    target_ids: int,
+    ignore_index: int | None,
+    real_vocab_size: int,
+    invalid_is_nan: bool,
+    entropy: bool,
+    logp: int,
+    lse: int,
+    entropy_out: int = 0,
+    lse2_int: int,
+    lse2_frac: int,
+    maximum: int,
+    stream: int,
+) -> None:
+    """Folds [ranks, words, rows] records in ascending order of ranks."""

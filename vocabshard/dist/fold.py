@@ -24,7 +24,9 @@ def fold(
         from vocabshard.dist import triton_fold
 
         return triton_fold.fold(gathered, target_ids, ignore_index, real_vocab_size, invalid)
-    raise ValueError(f"no fold kernel for device {gathered.device.type!r}")
+    if backend == "sm90":
+        return _fold_cuda(gathered, target_ids, ignore_index, real_vocab_size, invalid)
+    raise ValueError(f"no fold kernel for backend {backend!r} and device {gathered.device.type!r}")
 
 
 def _new_rows(gathered: Tensor, entropy: bool) -> FoldedRows:
@@ -60,6 +62,36 @@ def _fold_cpu(
         out.lse2_int.data_ptr(),
         out.lse2_frac.data_ptr(),
         out.maximum.data_ptr(),
+    )
+    return out
+
+
+def _fold_cuda(
+    gathered: Tensor, target_ids: Tensor, ignore_index: int, real_vocab_size: int, invalid: str
+) -> FoldedRows:
+    """On the caller's stream of the records' device."""
+    from vocabshard import _C
+
+    gathered = gathered.contiguous()
+    world_size, words, rows = gathered.shape
+    out = _new_rows(gathered, words > 4)
+    _C.sm90_fold(
+        device=gathered.device.index,
+        records=gathered.data_ptr(),
+        ranks=world_size,
+        rows=rows,
+        target_ids=target_ids.data_ptr(),
+        ignore_index=ignore_index,
+        real_vocab_size=real_vocab_size,
+        invalid_is_nan=invalid == "nan",
+        entropy=out.entropy is not None,
+        logp=out.logp.data_ptr(),
+        lse=out.lse.data_ptr(),
+        entropy_out=0 if out.entropy is None else out.entropy.data_ptr(),
+        lse2_int=out.lse2_int.data_ptr(),
+        lse2_frac=out.lse2_frac.data_ptr(),
+        maximum=out.maximum.data_ptr(),
+        stream=torch.cuda.current_stream(gathered.device).cuda_stream,
     )
     return out
 

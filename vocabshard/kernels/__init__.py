@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 
-from vocabshard.contract import CONTRACT_PROJECTIONS, FMA_CHAIN, GIVEN_LOGITS, LIBRARY
+from vocabshard.contract import CONTRACT_PROJECTIONS, FMA_CHAIN, GIVEN_LOGITS, HOPPER_K16, LIBRARY
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Choice:
 
 _MODULES = {
     "cpu": "vocabshard.kernels.cpu",
+    "sm90": "vocabshard.kernels.sm90",
     "triton": "vocabshard.kernels.triton_backend",
     "torch": "vocabshard.kernels.reference",
 }
@@ -45,15 +46,38 @@ def select_backend(backend: str, device: torch.device, dtype: torch.dtype, given
         return Choice("torch", LIBRARY, False, 'backend="torch" is ordinary F.linear and log_softmax')
     if device.type == "cpu" and backend in ("auto", "cpu"):
         return Choice("cpu", GIVEN_LOGITS if given_logits else FMA_CHAIN, True, "")
+    no_sm90 = _sm90_missing(device)
+    if backend == "sm90" or (backend == "auto" and not no_sm90):
+        if no_sm90:
+            raise ValueError(f'backend="sm90" does not serve tensors on {device.type!r}: {no_sm90}')
+        projection = GIVEN_LOGITS if given_logits else FMA_CHAIN if dtype == torch.float32 else HOPPER_K16
+        return Choice("sm90", projection, True, "")
     missing = _triton_missing(device)
     if backend == "triton" or (backend == "auto" and not missing and torch.version.hip is None):
         if missing:
             raise ValueError(f'backend="triton" does not serve tensors on {device.type!r}: {missing}')
-        return _triton(device, dtype, given_logits)
+        choice = _triton(device, dtype, given_logits)
+        if backend == "auto" and not choice.reason and device.type == "cuda":
+            choice = replace(choice, reason=f"sm90 was not taken: {no_sm90}")
+        return choice
     if backend == "auto":
         why = missing or 'ROCm is served by an explicit backend="triton" alone'
         return Choice("torch", LIBRARY, False, f"no kernels for {device.type!r}: {why}")
     raise ValueError(f'backend="{backend}" does not serve tensors on {device.type!r}; move them or use backend="auto"')
+
+
+def _sm90_missing(device: torch.device) -> str:
+    """Why the Hopper kernels cannot serve this device, or an empty text."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "it needs an NVIDIA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"it needs compute capability (9, 0), the GPU has {capability}"
+    from vocabshard import _C
+
+    if not _C.build_info()["cuda"]:
+        return "vocabshard._C was built without CUDA: install nvcc and build again with VOCABSHARD_CUDA=1"
+    return ""
 
 
 def _triton_missing(device: torch.device) -> str:
