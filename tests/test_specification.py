@@ -241,7 +241,7 @@ def test_accuracy_against_mpmath() -> None:
         for v, kk, pp in zip(y.tolist(), k.tolist(), p.tolist(), strict=True):
             want = mpmath.mpf(2) ** (mpmath.mpf(v) * scale - kk)
             worst = max(worst, float(abs(pp - want)) / ulp(pp))
-    assert worst < 0.76, worst  # of 2^(y c)
+    assert worst < 0.9, worst  # 0.80 of the polynomial and what f, an fp32, misses of y c - k
     for offset in (0.0, 1e2, 1e4, 1e5):
         for name, row in {**hard_rows(64), "wide": torch.randn(500, generator=g) * 8}.items():
             row = row + offset

@@ -102,11 +102,16 @@ def _rows(rows: Tensor, logits: Tensor, target_ids: Tensor, validate: bool | Non
 
 
 def _same_device(**tensors: Tensor | None) -> None:
-    present = {name: t.device for name, t in tensors.items() if t is not None}
-    first, device = next(iter(present.items()))
-    for name, other in present.items():
-        if other != device:
-            raise ValueError(f"all tensors must be on one device: {first} is on {device}, {name} on {other}; move one")
+    first, device = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(
+                f"all tensors must be on one device: {first} is on {device}, {name} on {tensor.device}; move one"
+            )
 
 
 def _targets_match(target_ids: Tensor, name: str, rows: Tensor) -> None:

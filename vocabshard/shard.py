@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -203,7 +204,7 @@ def shard_for_call(
             raise ValueError(
                 f"global_vocab_size is {global_size} but weight holds {local_size} columns and no tp_group was given"
             )
-        return VocabShard(0, local_size, local_size if real_size is None else real_size, local_size)
+        return _alone(local_size, local_size if real_size is None else real_size)
     shards = _made.setdefault(group, {})
     shard = shards.get((global_size, real_size))
     if shard is None:
@@ -211,6 +212,11 @@ def shard_for_call(
         shards[(global_size, real_size)] = shard
     check_fits(shard, local_size, vocab_start_index)
     return shard
+
+
+@functools.lru_cache(maxsize=64)
+def _alone(size: int, real_size: int) -> VocabShard:
+    return VocabShard(0, size, real_size, size)
 
 
 def check_fits(shard: VocabShard, local_size: int, vocab_start_index: int | None) -> None:
