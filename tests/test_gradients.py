@@ -40,11 +40,10 @@ def ours(hidden, weight, bias, target, gs, **options) -> Grads:
 def plain(hidden, weight, bias, target, gs, dtype, *, temperature=None, softcap=None, ignore_index=-100) -> Grads:
     """The textbook composition in `dtype`, from the contract's fp32 logits: the projection's own rounding is its bytes,
     and every gradient is of the function that was computed."""
-    exact = vs.linear_logp(hidden, weight, target, bias, ignore_index=ignore_index, return_logits=True).logits
-    leaf = exact.detach().clone().to(dtype).requires_grad_()
+    options = {"ignore_index": ignore_index, "return_logits": True}
+    logits = vs.linear_logp(hidden, weight, target, bias, softcap=softcap, **options).logits
+    leaf = logits.detach().clone().to(dtype).requires_grad_()
     z = leaf
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
     if temperature is not None:
         reciprocal = (1 / torch.as_tensor(temperature).double()).float().to(dtype)
         z = z * (reciprocal[:, None] if reciprocal.dim() else reciprocal)
@@ -54,6 +53,9 @@ def plain(hidden, weight, bias, target, gs, dtype, *, temperature=None, softcap=
     entropy = -(logps.exp() * torch.where(torch.isneginf(logps), 0.0, logps)).sum(-1)
     torch.autograd.backward([logp, torch.logsumexp(z, -1), entropy], [g.to(dtype) for g in gs])
     dz = leaf.grad
+    if softcap is not None:
+        before = vs.linear_logp(hidden, weight, target, bias, **options).logits.detach().to(dtype)
+        dz = dz * (1 - torch.tanh(before / softcap) ** 2)
     return dz @ weight.to(dtype), dz.T @ hidden.to(dtype), dz.sum(0)
 
 
