@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from vocabshard import contract as C
+from vocabshard import triton_ptx
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 # PTX shifts by 32 or more give 0, which shifts of LLVM don't promise; elsewhere it takes a selection.
@@ -40,6 +41,7 @@ E1, E2, E3, E4, E5, E6 = (constant(c) for c in C.EXP_COEFFICIENTS)
 T1, T2, T3 = (constant(c) for c in C.TANH_COEFFICIENTS)
 TANH_SMALL = constant(C.TANH_SMALL)
 TANH_ONE = constant(C.TANH_ONE)
+SIGN = constant(-(1 << 31))
 LN2_F32 = constant(0.693147182464599609375)
 
 # ---- single operations ----
@@ -157,17 +159,66 @@ def exp_scaled(y, magic):
 
 
 @triton.jit
-def softcap_pinned(z, cap):
-    """cap * tanh(z / cap); infinities and NaN pass."""
-    finite = (bits(z) & 0x7FFFFFFF) < 0x7F800000
-    u = tl.math.div_rn(tl.where(finite, z, 0.0), cap)
+def with_sign_of(magnitude, x):
+    return from_bits(bits(magnitude) | (bits(x) & SIGN))
+
+
+@triton.jit
+def divide_by(z, cap, r):
+    """z / cap correctly rounded, by FMAs alone: r = fp32(1 / cap), 2^-20 <= cap <= 2^20, |z| <= 32 cap.
+
+    Two corrections by the exact remainder. Small z are scaled up, so that remainders don't underflow; a quotient below
+    2^-126 has fewer bits, and is rounded to them from the remainder, not from a quotient that was rounded before.
+    """
+    tiny = tl.abs(z) < 2.0**-90
+    x = z * tl.where(tiny, 2.0**80, 1.0)
+    q = x * r
+    q = fma(fma(-q, cap, x), r, q)
+    q = fma(fma(-q, cap, x), r, q)
+    grid = with_sign_of(2.0**-46 + tl.zeros_like(q), q)
+    n = (q + grid) - grid
+    rest = fma(-n, cap, x)
+    n = tl.where(tl.abs(rest) > cap * 2.0**-70, n + with_sign_of(2.0**-69 + tl.zeros_like(q), rest), n)
+    return tl.where(tiny, tl.where(tl.abs(q) < 2.0**-46, n, q) * 2.0**-80, q)
+
+
+@triton.jit
+def tanh_pinned(u):
     a = tl.abs(u)
     u2 = u * u
     small = fma(u * u2, fma(fma(u2, T3, T2), u2, T1), u)
     capped = tl.minimum(a, TANH_ONE)
-    large = 1.0 - tl.math.div_rn(2.0 + tl.zeros_like(u), 1.0 + exp_scaled(capped + capped, MAGIC + tl.zeros_like(u)))
-    tanh = tl.where(a < TANH_SMALL, small, tl.where(u < 0.0, -large, large))
-    return tl.where(finite, cap * tanh, z)
+    e = exp_scaled(capped + capped, MAGIC + tl.zeros_like(u))
+    large = with_sign_of(1.0 - tl.math.div_rn(2.0 + tl.zeros_like(u), 1.0 + e), u)
+    return tl.where(a < TANH_SMALL, small, large)
+
+
+if PTX:
+    SOFTCAP_PTX = constant(triton_ptx.SOFTCAP)
+
+    @triton.jit
+    def softcap_quick(z, cap, r):
+        cap += tl.zeros_like(z)
+        r += tl.zeros_like(z)
+        return tl.inline_asm_elementwise(SOFTCAP_PTX, "=r,r,r,r", [z, cap, r], dtype=tl.float32, is_pure=True, pack=1)
+
+else:
+
+    @triton.jit
+    def softcap_quick(z, cap, r):
+        far = cap * 32.0  # tanh is 1 long before
+        u = divide_by(tl.minimum(tl.maximum(z, -far), far), cap, r)
+        return tl.where(tl.abs(z) < float("inf"), cap * tanh_pinned(u), z)
+
+
+@triton.jit
+def softcap_pinned(z, cap, r, QUICK: tl.constexpr):
+    """cap * tanh(z / cap); infinities and NaN pass. QUICK: cap is as divide_by wants it, r = fp32(1 / cap)."""
+    if QUICK:
+        return softcap_quick(z, cap, r)
+    else:
+        finite = tl.abs(z) < float("inf")
+        return tl.where(finite, cap * tanh_pinned(tl.math.div_rn(tl.where(finite, z, 0.0), cap)), z)
 
 
 # ---- counters ----

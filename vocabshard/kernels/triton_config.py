@@ -28,40 +28,52 @@ class LaunchConfig:
         return BR, BS
 
 
-def with_runs(config: LaunchConfig, N: int, columns: int, sm_count: int) -> LaunchConfig:
-    """Cuts the vocabulary so that the programs fill whole waves of the chip."""
+# Every configuration that launch_config chooses from; tests run them all. None spills with the epilogues it is for.
+CONFIGS = {
+    "large": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=4, flatten=True),
+    # two programs an SM: the long epilogue of one runs beside the matrix work of the other
+    "soft-cap": LaunchConfig(block_m=128, block_n=128, block_k=64, warps=4, stages=3, residents=2, flatten=True),
+    "decode": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=3, max_registers=168),
+    "decode, soft-cap": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=3),
+    "few": LaunchConfig(block_m=16, block_n=128, block_k=128, warps=8, stages=4, residents=2),
+    "pointers": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2),
+    "fma": LaunchConfig(block_m=64, block_n=64, block_k=1, warps=4, stages=1, residents=2),
+    "fma few": LaunchConfig(block_m=16, block_n=64, block_k=1, warps=4, stages=1, residents=2),
+}
+
+
+def with_runs(config: LaunchConfig, N: int, columns: int, D: int, sm_count: int) -> LaunchConfig:
+    """Cuts the vocabulary so that the programs fill whole waves of the chip and end together."""
     blocks = -(-columns // config.block_n)
     row_blocks = -(-N // config.block_m)
     slots = sm_count * config.residents
     # one group of row blocks at a time fills the chip: more rows of hidden would not stay in the L2
     fewest = 1 if row_blocks <= config.group_rows else min(blocks, -(-slots // config.group_rows))
+    # what a run costs to start and to store, in blocks: some 4 us
+    start = 300 * 128 * 256 / (config.block_m * config.block_n * config.residents * max(D, 64))
     best, best_cost = fewest, float("inf")
-    for runs in range(fewest, min(blocks, max(fewest, 6 * slots // row_blocks)) + 1):
+    for wave in range(1, 13 + 2 * (row_blocks * fewest // slots)):
+        runs = min(blocks, max(fewest, wave * slots // row_blocks))
         waves = -(-row_blocks * runs // slots)
-        # a run costs its blocks, and about half a block to start and to store
-        cost = waves * (-(-blocks // runs) + 0.5)
+        # every program of a slot takes the mean number of blocks, but the last may be one of the longer ones
+        mean = blocks / runs
+        cost = waves * (mean + start) + (-(-blocks // runs) - mean)
         if cost < best_cost * 0.999:
             best, best_cost = runs, cost
     return replace(config, runs=best)
 
 
 @lru_cache(maxsize=1024)
-def launch_config(N: int, columns: int, D: int, chain: str, epilogue: int, sm_count: int) -> LaunchConfig:
-    """The configuration for N rows, `columns` columns to walk and hidden size D.
-
-    epilogue: 0 plain, 1 with a bias or the entropy, 2 with a soft-cap or stored logits: what it needs in registers.
-    """
+def launch_config(N: int, columns: int, D: int, chain: str, softcap: bool, sm_count: int) -> LaunchConfig:
+    """The configuration for N rows, `columns` columns to walk and hidden size D; chain as in triton_linear.py."""
     if chain == "fma":
-        config = LaunchConfig(block_m=64 if N > 32 else 16, block_n=64, block_k=1, warps=4, stages=1, residents=2)
-    elif N <= 64:
-        config = LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2)
-        if epilogue == 0:
-            config = replace(config, residents=3, max_registers=168)
-    elif epilogue == 0:
-        # two programs an SM: the epilogue of one runs beside the matrix work of the other
-        config = LaunchConfig(block_m=128, block_n=128, block_k=64, warps=8, stages=3, residents=2, max_registers=128)
-    elif epilogue == 1:
-        config = LaunchConfig(block_m=128, block_n=128, block_k=64, warps=4, stages=3, residents=2)
+        name = "fma" if N > 32 else "fma few"
+    elif N <= 16:
+        name = "few"
+    elif chain == "pointers":
+        name = "pointers"
+    elif N <= 128:
+        name = "decode, soft-cap" if softcap else "decode"
     else:
-        config = LaunchConfig(block_m=128, block_n=128, block_k=64, warps=8, stages=3)
-    return with_runs(config, N, columns, sm_count)
+        name = "soft-cap" if softcap else "large"
+    return with_runs(CONFIGS[name], N, columns, D, sm_count)

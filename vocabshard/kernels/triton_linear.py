@@ -165,6 +165,25 @@ def pick(y, column, found, BM: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def store_columns(to, row, column, y, BM: tl.constexpr, BN: tl.constexpr):
+    """Stores y [BM, BN], 64 columns at a time: what the copy engine takes from shared memory stays small."""
+    if BN == 64:
+        to.store([row, column], y)
+    else:
+        a, b = tl.split(y.reshape(BM, 2, BN // 2).trans(0, 2, 1))
+        if BN == 128:
+            to.store([row, column], a)
+            to.store([row, column + 64], b)
+        else:
+            c, d = tl.split(a.reshape(BM, 2, 64).trans(0, 2, 1))
+            e, f = tl.split(b.reshape(BM, 2, 64).trans(0, 2, 1))
+            to.store([row, column], c)
+            to.store([row, column + 64], d)
+            to.store([row, column + 128], e)
+            to.store([row, column + 192], f)
+
+
+@triton.jit
 def add_tiles(c, x, TILES: tl.constexpr):
     """c + the sum of x over its last dimension, TILES wide."""
     if TILES == 8:
@@ -193,6 +212,7 @@ def max_tiles(y, BM: tl.constexpr, TILES: tl.constexpr):
 def linear_partials(
     hidden_map,
     weight_map,
+    logits_map,
     tail_map,  # the columns beyond `mapped`, as one block
     hidden,
     weight,
@@ -216,6 +236,7 @@ def linear_partials(
     ln,
     scale,
     cap,
+    cap_reciprocal,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -224,9 +245,9 @@ def linear_partials(
     CHAIN: tl.constexpr,  # "descriptors", "pointers" or "fma"
     TAIL: tl.constexpr,  # some columns are beyond `mapped`
     BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # "none", "quick" for caps that divide_by takes, "any"
     TEMPERATURE: tl.constexpr,  # "none", "scalar" or "rows"
-    LOGITS: tl.constexpr,
+    LOGITS: tl.constexpr,  # "none", or stored through "descriptors" or "pointers"
     ENTROPY: tl.constexpr,
 ):
     TILES: tl.constexpr = BN // 64
@@ -238,7 +259,7 @@ def linear_partials(
     inside = program - group * (GROUP * runs)
     row_block = group * GROUP + inside % group_rows
     run = inside // group_rows
-    blocks = tl.cdiv(V_local if LOGITS else V, BN)
+    blocks = tl.cdiv(V if LOGITS == "none" else V_local, BN)
     first = (run.to(tl.int64) * blocks // runs).to(tl.int32)
     last = ((run.to(tl.int64) + 1) * blocks // runs).to(tl.int32)
 
@@ -273,13 +294,17 @@ def linear_partials(
         if BIAS:
             b = tl.load(bias + columns.to(tl.int64) * bv, mask=columns < V_local, other=0.0).to(tl.float32)
             y += b[None, :]
-        if SOFTCAP:
-            y = softcap_pinned(y, cap)
-        if LOGITS:
-            corner = logits + (row_block * BM).to(tl.int64) * ln + block * BN
-            at = (tl.arange(0, BM) * ln)[:, None] + tl.arange(0, BN)[None, :]
-            z = tl.where(columns[None, :] < V, y, float("-inf"))
-            tl.store(corner + at, z, mask=(rows < N)[:, None] & (columns < V_local)[None, :])
+        if SOFTCAP != "none":
+            y = softcap_pinned(y, cap, cap_reciprocal, SOFTCAP == "quick")
+        if LOGITS != "none":
+            if block * BN + BN > V:
+                y = tl.where(columns[None, :] < V, y, float("-inf"))
+            if LOGITS == "descriptors":
+                store_columns(logits_map, row_block * BM, block * BN, y, BM, BN)
+            else:
+                corner = logits + (row_block * BM).to(tl.int64) * ln + block * BN
+                at = (tl.arange(0, BM) * ln)[:, None] + tl.arange(0, BN)[None, :]
+                tl.store(corner + at, y, mask=(rows < N)[:, None] & (columns < V_local)[None, :])
         if TEMPERATURE == "scalar":
             y *= scale
         if TEMPERATURE == "rows":
@@ -389,6 +414,10 @@ def projection_id(dtype: torch.dtype, device: torch.device) -> str:
     return HOPPER_K16 if (major, minor) == (9, 0) else f"triton-sm{major}{minor}"
 
 
+def _fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
 def _mappable(x: Tensor) -> bool:
     """Whether the tensor copy engine can address a matrix as it lies."""
     step = x.element_size()
@@ -445,7 +474,8 @@ def forward(
     N, D = hidden.shape
     V_local = weight.shape[0]
     device = hidden.device
-    logits = torch.empty(N, V_local, dtype=torch.float32, device=device) if want_logits else None
+    # rows that start at 16 bytes, for the copy engine
+    logits = torch.empty(N, -(-V_local // 4) * 4, device=device)[:, :V_local] if want_logits else None
     columns = V_local if want_logits else min(problem.valid, V_local)
     if N == 0 or columns == 0:
         return identity_records(N, problem.entropy, device), logits
@@ -457,14 +487,15 @@ def forward(
         chain = "descriptors" if mappable and copy_engine else "pointers"
     if launch is None:
         sm_count = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-        epilogue = 2 if want_logits or problem.softcap is not None else int(bias is not None or problem.entropy)
-        launch = launch_config(N, columns, D, chain, epilogue, sm_count)
-    hidden_map = weight_map = tail_map = None
+        launch = launch_config(N, columns, D, chain, problem.softcap is not None, sm_count)
+    hidden_map = weight_map = logits_map = tail_map = None
     mapped = V_local
     if chain == "descriptors":
         box = [launch.block_m, launch.block_k]
         hidden_map = TensorDescriptor(hidden, list(hidden.shape), list(hidden.stride()), box)
         weight_map, tail_map, mapped = _weight_maps(weight, columns, launch)
+        if logits is not None:
+            logits_map = TensorDescriptor(logits, [N, V_local], list(logits.stride()), [launch.block_m, 64])
 
     runs = launch.runs
     records = new_records(N, problem.entropy, device)
@@ -475,11 +506,13 @@ def forward(
         temperature, scale, row_scale = "rows", 1.0, inv_temperature
     else:
         temperature, scale, row_scale = "scalar", float(inv_temperature), None
+    cap = 1.0 if problem.softcap is None else _fp32(problem.softcap)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_device:
         linear_partials[(triton.cdiv(N, launch.block_m) * runs,)](
             hidden_map,
             weight_map,
+            logits_map,
             tail_map,
             hidden,
             weight,
@@ -500,9 +533,10 @@ def forward(
             weight.stride(0),
             weight.stride(1),
             0 if bias is None else bias.stride(0),
-            V_local,
+            0 if logits is None else logits.stride(0),
             scale,
-            1.0 if problem.softcap is None else float(problem.softcap),
+            cap,
+            1.0 / cap,
             BM=launch.block_m,
             BN=launch.block_n,
             BK=launch.block_k,
@@ -511,9 +545,9 @@ def forward(
             CHAIN=chain,
             TAIL=tail_map is not None,
             BIAS=bias is not None,
-            SOFTCAP=problem.softcap is not None,
+            SOFTCAP="none" if problem.softcap is None else "quick" if 2.0**-20 <= cap <= 2.0**20 else "any",
             TEMPERATURE=temperature,
-            LOGITS=want_logits,
+            LOGITS="none" if not want_logits else "pointers" if logits_map is None else "descriptors",
             ENTROPY=problem.entropy,
             num_warps=launch.warps,
             num_stages=launch.stages,
