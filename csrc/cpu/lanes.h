@@ -25,6 +25,7 @@ constexpr int kParts = kLanes / kWidth;
 
 typedef float NativeF __attribute__((vector_size(4 * kWidth)));
 typedef int32_t NativeI __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t NativeU __attribute__((vector_size(4 * kWidth)));
 
 #define VS_INLINE static inline __attribute__((always_inline))
 #define VS_PARTS for (int i = 0; i < kParts; ++i)
@@ -101,12 +102,13 @@ VS_INLINE F operator/(F a, F b) { VS_LANES(F, a.v[i] / b.v[i]); }
 VS_INLINE F operator-(F a) { VS_LANES(F, -a.v[i]); }
 VS_INLINE F fma(F a, F b, F c) { VS_LANES(F, native_fma(a.v[i], b.v[i], c.v[i])); }
 
-VS_INLINE I operator+(I a, I b) { VS_LANES(I, a.v[i] + b.v[i]); }
-VS_INLINE I operator-(I a, I b) { VS_LANES(I, a.v[i] - b.v[i]); }
+// Integers wrap around.
+VS_INLINE I operator+(I a, I b) { VS_LANES(I, (NativeI)((NativeU)a.v[i] + (NativeU)b.v[i])); }
+VS_INLINE I operator-(I a, I b) { VS_LANES(I, (NativeI)((NativeU)a.v[i] - (NativeU)b.v[i])); }
 VS_INLINE I operator&(I a, I b) { VS_LANES(I, a.v[i] & b.v[i]); }
 VS_INLINE I operator|(I a, I b) { VS_LANES(I, a.v[i] | b.v[i]); }
 VS_INLINE I operator~(I a) { VS_LANES(I, ~a.v[i]); }
-VS_INLINE I shift_left(I a, int n) { VS_LANES(I, (NativeI)((a.v[i]) << n)); }
+VS_INLINE I shift_left(I a, int n) { VS_LANES(I, (NativeI)((NativeU)a.v[i] << n)); }
 VS_INLINE I shift_right(I a, int n) { VS_LANES(I, a.v[i] >> n); }
 
 // Comparisons give -1 or 0 a lane; a comparison with a NaN is false.

@@ -78,7 +78,7 @@ static void add_terms(int64_t (*c)[kLanes], const int32_t* top, const float* s, 
   for (int l = 0; l < kLanes; ++l) {
     uint32_t b;
     __builtin_memcpy(&b, s + l, 4);
-    const int32_t q = static_cast<int32_t>(b >> 23) - 150 + K[l] - kScale;
+    const int32_t q = static_cast<int32_t>((b >> 23) + static_cast<uint32_t>(K[l]) - (150 + kScale));
     const uint64_t m = b == 0 ? 0 : (b & 0x7fffffu) | 0x800000u;
     const uint64_t low = m << (q & 31);
     const int64_t limb0 = static_cast<int64_t>(low & 0xffffffffu), limb1 = static_cast<int64_t>(low >> 32);
