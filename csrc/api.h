@@ -81,6 +81,9 @@ struct FoldOutputs {  // [N] each
 };
 
 // gathered [W, words, N], folded in ascending rank order.
+// out = fp32(1 / double(t)); NaN where t is no temperature (not positive, not finite).
+void cpu_reciprocals(const float* t, int64_t count, float* out);
+
 void cpu_fold(const int64_t* gathered, int64_t world_size, int64_t words, int64_t rows, const int64_t* target_ids,
               int64_t ignore_index, int64_t real_vocab_size, bool invalid_is_nan, const FoldOutputs& out);
 

@@ -8,6 +8,7 @@
 
 #include "api.h"
 #include "contract.h"
+#include "cpu/threads.h"
 #if VOCABSHARD_CUDA
 #include "sm90/bindings_sm90.h"
 #endif
@@ -99,10 +100,12 @@ void bind_structs(py::module_& m) {
                [](uintptr_t data, int dtype, int64_t stride) { return Vector{pointer<void>(data), dtype, stride}; }),
            py::arg("data") = 0, py::arg("dtype") = 0, py::arg("stride") = 1);
   py::class_<RowInputs>(m, "RowInputs")
-      .def(py::init([](uintptr_t target_ids, uintptr_t inv_temperature, float scalar_inv_temperature) {
-             return RowInputs{pointer<int64_t>(target_ids), pointer<float>(inv_temperature), scalar_inv_temperature};
+      .def(py::init([](uintptr_t target_ids, uintptr_t inv_temperature, double scalar_inv_temperature) {
+             const cpu::PlainFloat plain;  // the reciprocal may be subnormal
+             return RowInputs{pointer<int64_t>(target_ids), pointer<float>(inv_temperature),
+                              static_cast<float>(scalar_inv_temperature)};
            }),
-           py::arg("target_ids"), py::arg("inv_temperature") = 0, py::arg("scalar_inv_temperature") = 1.0f);
+           py::arg("target_ids"), py::arg("inv_temperature") = 0, py::arg("scalar_inv_temperature") = 1.0);
   py::class_<Problem>(m, "Problem")
       .def(py::init([](int64_t vocab_start, int64_t valid, float softcap, bool entropy) {
              return Problem{vocab_start, valid, softcap, entropy};
@@ -149,6 +152,10 @@ void bind_cpu(py::module_& m) {
       },
       py::arg("logits"), py::arg("source"), py::arg("outputs"), py::arg("rows"), py::arg("problem"),
       py::arg("gradients"), py::arg("grad_logits"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_reciprocals",
+      [](uintptr_t t, int64_t count, uintptr_t out) { cpu_reciprocals(pointer<float>(t), count, pointer<float>(out)); },
+      py::arg("t"), py::arg("count"), py::arg("out"), Unlocked());
   m.def(
       "cpu_fold",
       [](uintptr_t gathered, int64_t world_size, int64_t words, int64_t rows, uintptr_t target_ids,

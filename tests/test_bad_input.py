@@ -40,6 +40,7 @@ BAD = {
     "bad row of temperature": (ValueError, "in row 2", dict(temperature=torch.tensor([1.0, 1.0, 0.0, 1.0]))),
     "softcap 0": (ValueError, "softcap must be a finite positive", dict(softcap=0.0)),
     "softcap negative": (ValueError, "softcap must be", dict(softcap=-3.0)),
+    "softcap bool": (ValueError, "softcap must be", dict(softcap=True)),
     "softcap nan": (ValueError, "softcap must be", dict(softcap=NAN)),
     "ignore_index float": (TypeError, "ignore_index must be an int", dict(ignore_index=1.5)),
     "invalid": (ValueError, "invalid must be", dict(invalid="drop")),

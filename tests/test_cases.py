@@ -160,3 +160,87 @@ def test_flush_to_zero_changes_nothing() -> None:
     assert_same_bytes(got.logits, want.logits)
     assert (want.logits != 0).any()
     assert_same_bytes(got.logp, want.logp)
+
+
+def test_tensors_without_storage_are_refused_by_name() -> None:
+    hidden, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    freed = torch.randn(20, 4)
+    freed.untyped_storage().resize_(0)
+    for validate in (None, False):
+        with pytest.raises(ValueError, match="weight has no storage"):
+            vs.linear_logp(hidden, freed, target, validate=validate)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(3, 20)
+    with pytest.raises((ValueError, TypeError), match="logits"):
+        vs.batch_invariant_logp(fake, target, validate=False)
+
+
+def test_rows_out_of_range_never_read_memory() -> None:
+    logits = torch.randn(3, 20)
+    for bad in (3, -1, 2**40):
+        with pytest.raises(ValueError, match="rows must lie in"):
+            vs.batch_invariant_logp(logits, torch.tensor([0]), validate=False, rows=torch.tensor([bad]))
+
+
+def test_overlapping_rows_cannot_be_overwritten() -> None:
+    logits = torch.randn(1, 20).expand(3, 20)
+    target = torch.tensor([0, 1, 2])
+    vs.vocab_parallel_logp(logits, target)
+    with pytest.raises(ValueError, match="do not overlap"):
+        vs.vocab_parallel_logp(logits, target, inplace_backward=True)
+
+
+def test_lazy_negation_is_seen() -> None:
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    hidden, weight, target = z.conj().imag, torch.randn(20, 4), torch.tensor([0, 1, 2])
+    assert hidden.is_neg()
+    assert_same_bytes(vs.linear_logp(hidden, weight, target), vs.linear_logp(hidden.clone(), weight, target))
+    logits = torch.randn(3, 20, dtype=torch.complex64).conj().imag
+    assert_same_bytes(vs.batch_invariant_logp(logits, target), vs.batch_invariant_logp(logits.clone(), target))
+
+
+def test_flush_to_zero_does_not_reach_the_temperature() -> None:
+    logits, target = torch.randn(3, 20) * 1e38, torch.tensor([0, 1, 2])
+    big = [2e38, torch.tensor(2e38), torch.full((3,), 2e38)]
+    want = vs.batch_invariant_logp(logits, target, temperature=2e38)
+    torch.set_flush_denormal(True)
+    try:
+        got = [vs.batch_invariant_logp(logits, target, temperature=t) for t in big]
+    finally:
+        torch.set_flush_denormal(False)
+    for logp in got:
+        assert_same_bytes(logp, want)
+    with pytest.raises(ValueError, match="too small"):
+        vs.batch_invariant_logp(logits, target, temperature=1e-40)
+    with pytest.raises(ValueError, match="reciprocal too"):
+        vs.batch_invariant_logp(logits, target, temperature=torch.full((3,), 1e-40))
+    with pytest.raises(ValueError, match="positive and finite"):
+        vs.batch_invariant_logp(logits, target, temperature=10**400)
+
+
+def test_no_rows_with_entropy() -> None:
+    out = vs.batch_invariant_logp(torch.randn(0, 20), torch.zeros(0, dtype=torch.int64), return_entropy=True)
+    assert out.logp.shape == out.entropy.shape == (0,)
+
+
+def test_torch_backend_under_autocast_keeps_its_gradients() -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(5, 12, generator=g), torch.randn(60, 12, generator=g)
+
+    def grad(inside: bool) -> torch.Tensor:
+        h = hidden.clone().requires_grad_()
+        logp = vs.linear_logp(h, weight, torch.arange(5), backend="torch").sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            logp.backward()
+        return h.grad
+
+    assert_same_bytes(grad(True), grad(False))
+
+
+def test_a_module_can_be_copied() -> None:
+    import copy
+
+    op = copy.deepcopy(vs.VocabParallelLinearLogp(temperature=0.7))
+    assert op.options == {"temperature": 0.7}

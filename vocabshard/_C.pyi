@@ -73,6 +73,7 @@ def cpu_logits_backward(
     grad_logits: Matrix,
     run: CpuRun,
 ) -> None: ...
+def cpu_reciprocals(t: int, count: int, out: int) -> None: ...
 def cpu_fold(
     gathered: int,
     world_size: int,

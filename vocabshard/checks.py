@@ -6,6 +6,7 @@ Checks of values (targets, temperatures) run only where asked for: on a GPU they
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import torch
@@ -29,10 +30,23 @@ def tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     if value.dtype not in dtypes:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"{name} must be {allowed}, got {str(value.dtype).removeprefix('torch.')}; cast it first")
+    if hasattr(value, "to_local"):
+        raise TypeError(f"{name} is a DTensor; pass {name}.to_local() (only weight and bias may be DTensors)")
+    if value.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pass a padded or concatenated one")
     if value.is_meta:
         raise ValueError(f"{name} is on the meta device and holds no data; materialise it first")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}; call .to_dense() first")
+    if value.numel() and _address(value) == 0:
+        raise ValueError(f"{name} has no storage (a fake, freed or symbolic-zero tensor); materialise it first")
+
+
+def _address(value: Tensor) -> int:
+    try:
+        return value.data_ptr()
+    except RuntimeError:  # a tensor that only stands for one
+        return 0
 
 
 def linear(hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | None) -> None:
@@ -68,6 +82,7 @@ def logits(
     rows: Tensor | None = None,
     out: Tensor | None = None,
     validate: bool | None = None,
+    inplace: bool = False,
 ) -> None:
     """The tensors of vocab_parallel_logp and batch_invariant_logp."""
     tensor("logits", logits, FLOAT_DTYPES)
@@ -75,6 +90,11 @@ def logits(
     _same_device(logits=logits, target_ids=target_ids, rows=rows, out=out)
     if logits.dim() == 0:
         raise ValueError("logits must be [..., V], got a scalar")
+    steps = zip(logits.shape[:-1], logits.stride()[:-1], strict=True)
+    if inplace and logits.stride(-1) == 1 and any(n > 1 and step < logits.shape[-1] for n, step in steps):
+        raise ValueError(
+            "inplace_backward=True needs logits whose rows do not overlap in memory; pass a contiguous copy"
+        )
     if rows is None:
         _targets_match(target_ids, "logits", logits)
     else:
@@ -95,7 +115,8 @@ def _rows(rows: Tensor, logits: Tensor, target_ids: Tensor, validate: bool | Non
         raise ValueError(
             f"rows must be [M] and target_ids as long, got rows {list(rows.shape)}, target_ids {list(target_ids.shape)}"
         )
-    if validate is not False and rows.numel():
+    # on the CPU always: memory outside is never touched, and looking costs next to nothing
+    if rows.numel() and (validate is not False or rows.device.type == "cpu"):
         low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= logits.shape[0]:
             raise ValueError(f"rows must lie in [0, {logits.shape[0]}), got {low if low < 0 else high}")
@@ -124,7 +145,10 @@ def _targets_match(target_ids: Tensor, name: str, rows: Tensor) -> None:
 
 def scalar_options(softcap: float | None, ignore_index: int, invalid: str, validate: bool | None) -> None:
     if softcap is not None and not (
-        isinstance(softcap, (int, float)) and math.isfinite(softcap) and 1e-30 < softcap < 1e30
+        isinstance(softcap, (int, float))
+        and not isinstance(softcap, bool)
+        and math.isfinite(softcap)
+        and 1e-30 < softcap < 1e30
     ):
         raise ValueError(f"softcap must be a finite positive number or None, got {softcap!r}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
@@ -187,7 +211,7 @@ def temperature_reciprocal(
         temperature = float(temperature.float().item())
     elif isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature must be a number, a tensor or None, got {_name(temperature)}")
-    rounded = _fp32(float(temperature))
+    rounded = _fp32(temperature)
     if not (math.isfinite(rounded) and rounded > 0):
         raise ValueError(f"temperature must be positive and finite (in fp32), got {temperature!r}")
     reciprocal = _fp32(1.0 / rounded)
@@ -197,18 +221,32 @@ def temperature_reciprocal(
 
 
 def _fp32(value: float) -> float:
-    """Rounds to fp32; what does not fit becomes inf."""
-    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+    """Rounds to fp32; what does not fit becomes inf. A flush-to-zero mode of the processor must not change it."""
+    try:
+        value = float(value)
+        if abs(value) < 2.0**-126:  # subnormal in fp32
+            return round(value * 2.0**149) * 2.0**-149
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _reciprocal_rows(temperature: Tensor, validate: bool) -> Tensor:
-    t = temperature.float()
-    usable = torch.isfinite(t) & (t > 0)
-    if validate and not bool(usable.all()):
-        row = int((~usable).nonzero()[0])
-        raise ValueError(f"temperature must be positive and finite, got {float(t[row])} in row {row}")
-    nan = torch.full_like(t, float("nan"))
-    return torch.where(usable, (1.0 / t.double()).float(), nan).contiguous()
+    t = temperature.float().contiguous()
+    if t.device.type == "cpu":
+        from vocabshard import _C
+
+        reciprocal = torch.empty_like(t)
+        _C.cpu_reciprocals(t.data_ptr(), t.numel(), reciprocal.data_ptr())
+    else:
+        usable = torch.isfinite(t) & (t > 0)
+        reciprocal = torch.where(usable, (1.0 / t.double()).float(), float("nan"))
+    if validate and not bool(torch.isfinite(reciprocal).all()):
+        row = int((~torch.isfinite(reciprocal)).nonzero()[0])
+        raise ValueError(
+            f"temperature must be positive and finite, and its reciprocal too, got {float(t[row])} in row {row}"
+        )
+    return reciprocal
 
 
 def target_values(target_ids: Tensor, ignore_index: int, real_vocab_size: int) -> None:

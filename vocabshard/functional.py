@@ -90,15 +90,19 @@ def linear_logp(
         ValueError, TypeError: bad shapes, dtypes, devices, values. ContractError: strict or contract not honoured.
         NotImplementedError: an option that this version does not have.
     """
-    checks.unavailable(sampling=sampling, cut=cut, sequence_parallel=sequence_parallel)
-    checks.grad_options(grad_options)
     request = Request(
         tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
         invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
     )  # fmt: skip
     request, hidden, weight, bias = _localise(request, hidden, weight, bias)
     operands = Operands(hidden, weight, target_ids, bias)
-    plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias))
+
+    def check() -> None:
+        checks.unavailable(sampling=sampling, cut=cut, sequence_parallel=sequence_parallel)
+        checks.grad_options(grad_options)
+        checks.linear(hidden, weight, target_ids, bias)
+
+    plan = make_plan(request, operands, check)
     shape = target_ids.shape
     rows = hidden.reshape(target_ids.numel(), hidden.shape[-1])
     logp, lse, entropy, logits, _ = LinearLogp.apply(
@@ -150,7 +154,7 @@ def vocab_parallel_logp(
         invalid, validate, return_entropy, False, inplace_backward, backend, strict, contract,
     )  # fmt: skip
     operands = Operands(None, local_logits, target_ids)
-    plan = make_plan(request, operands, lambda: checks.logits(local_logits, target_ids))
+    plan = make_plan(request, operands, lambda: checks.logits(local_logits, target_ids, inplace=inplace_backward))
     logp, lse, entropy, _ = _apply_logits(local_logits, plan, None)
     shape = target_ids.shape
     return LogpOutput(
@@ -194,7 +198,9 @@ def batch_invariant_logp(
         inplace_backward=inplace_backward, backend=backend,
     )  # fmt: skip
     operands = Operands(None, logits, target_ids)
-    plan = make_plan(request, operands, lambda: checks.logits(logits, target_ids, rows, out, validate))
+    plan = make_plan(
+        request, operands, lambda: checks.logits(logits, target_ids, rows, out, validate, inplace_backward)
+    )
     logp, lse, entropy, maximum = _apply_logits(logits, plan, rows)
     shape = target_ids.shape
     result = logp.view(shape)
@@ -234,7 +240,8 @@ def _localise(
     """Autocast's casts, and the local part of a DTensor, both seen by autograd."""
     if isinstance(hidden, Tensor) and isinstance(weight, Tensor) and _autocasting(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        if hidden.dtype in checks.FLOAT_DTYPES and weight.dtype in checks.FLOAT_DTYPES:
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
     if isinstance(weight, Tensor) and hasattr(weight, "to_local"):
         shard = request.shard
         if shard is None:
@@ -243,7 +250,13 @@ def _localise(
         weight = weight.to_local()
     if isinstance(bias, Tensor) and hasattr(bias, "to_local"):
         bias = bias.to_local()
-    return request, hidden, weight, bias
+    hidden, weight = _plain(hidden), _plain(weight)
+    return request, hidden, weight, None if bias is None else _plain(bias)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without torch's lazy negation, which the memory does not show."""
+    return tensor.resolve_neg() if isinstance(tensor, Tensor) and tensor.is_neg() else tensor
 
 
 def _autocasting(device_type: str) -> bool:
@@ -251,6 +264,7 @@ def _autocasting(device_type: str) -> bool:
 
 
 def _apply_logits(logits: Tensor, plan: Plan, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    logits = _plain(logits)
     flat = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     if flat.stride(-1) != 1 and flat.shape[-1] > 1:
         flat = flat.contiguous()

@@ -39,6 +39,10 @@ class VocabParallelLinearLogp(nn.Module):
         """hidden [..., D], weight [V_local, D], target_ids [...], bias [V_local] or None; see `linear_logp`."""
         return linear_logp(hidden, weight, target_ids, bias, **{"tp_group": self.tp_group, **self.options, **options})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelLinearLogp:
+        """The copy works over the same group: a process group cannot be copied."""
+        return type(self)(self.tp_group, **self.options)
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 

@@ -16,7 +16,7 @@ from vocabshard.contract import ContractError, Provenance
 from vocabshard.dist import agree
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.kernels.problem import LocalProblem
-from vocabshard.shard import VocabShard, check_fits, shard_for_call
+from vocabshard.shard import VocabShard, check_fits, known_shard, make_shard
 
 _log = logging.getLogger("vocabshard")
 _told: set[str] = set()
@@ -97,73 +97,81 @@ class Plan(NamedTuple):
 
 
 def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -> Plan:
-    """Checks the arguments, lets the ranks agree, and chooses. Collective when a group is given (see linear_logp)."""
+    """Checks the arguments, lets the ranks agree, and chooses. Collective when a group is given (see linear_logp).
+
+    Everything that can be found wrong without asking the others is found before the first collective, which a rank
+    that found something joins all the same.
+    """
     group = _group_of(request)
-    error: Exception | None = None
-    choice = None
     rank_and_size(group)
+    validate = _validates(request, operands)
+    shard: VocabShard | None = request.shard
+    error: Exception | None = None
+    hashes: dict[str, int] = {}
     try:
         checks.scalar_options(request.softcap, request.ignore_index, request.invalid, request.validate)
         checks.contract(request.contract)
         check()
         choice = _choose(request, operands)
+        inv_temperature = checks.temperature_reciprocal(request.temperature, operands.target_ids, validate)
+        if shard is None:
+            shard = known_shard(
+                operands.local_size,
+                group,
+                request.vocab_start_index,
+                request.global_vocab_size,
+                request.real_vocab_size,
+            )
+        if shard is not None:
+            _check_shard_arguments(request, shard)
+            check_fits(shard, operands.local_size, request.vocab_start_index)
+            _check_strict(request, choice, shard)
+        if group is not None and validate:
+            hashes = _hashes(request, operands)
     except (TypeError, ValueError, NotImplementedError, ContractError) as e:
         error = e
-    validate = _validates(request, operands, choice)
-    if group is None or not validate or isinstance(error, ContractError):
-        if error is not None:
-            raise error
-    else:
-        agree.agree_call(error, {} if error else _hashes(request, operands), group)
-    assert choice is not None  # every way here without a choice has raised
+    if group is not None and validate:
+        agree.agree_call(error, hashes, group)
+    if error is not None:
+        raise error
 
-    shard = request.shard
     if shard is None:
-        shard = shard_for_call(
+        shard = make_shard(
             operands.local_size, group, request.vocab_start_index, request.global_vocab_size, request.real_vocab_size
         )
-    else:
-        _check_shard_arguments(request, shard)
-        check_fits(shard, operands.local_size, request.vocab_start_index)
-    shard.agree_first_use(_first_use(request, operands, choice), None if operands.hidden is None else operands.matrix)
-
-    target_ids, inv_temperature = operands.target_ids, None
-    error = None
-    try:
-        inv_temperature = checks.temperature_reciprocal(request.temperature, target_ids, validate)
-        if validate:
-            checks.target_values(target_ids, request.ignore_index, shard.real_vocab_size)
         _check_strict(request, choice, shard)
-    except (TypeError, ValueError, NotImplementedError, ContractError) as e:
-        error = e
-    if error is not None:
-        # target_ids, options and ranges are agreed by now, so every rank that validates raises the same
-        raise error
+    shard.agree_first_use(_first_use(request, operands, choice), operands.matrix)
+    if validate:
+        # the ranks have agreed on target_ids and on the real size: all raise the same
+        checks.target_values(operands.target_ids, request.ignore_index, shard.real_vocab_size)
     problem = LocalProblem(shard.start, shard.valid, request.softcap, request.entropy)
     call = Call(
         kernel=kernels.module(choice.backend),
         backend=choice.backend,
         problem=problem,
-        group=shard.group,
+        group=group,
         ignore_index=request.ignore_index,
         real_vocab_size=shard.real_vocab_size,
         invalid=request.invalid,
         want_logits=request.logits,
         inplace_backward=request.inplace_backward,
     )
-    flat = target_ids.reshape(-1).to(torch.int64).contiguous()
+    flat = operands.target_ids.reshape(-1).to(torch.int64).contiguous()
     return Plan(call, shard, choice, inv_temperature, flat)
 
 
 def _group_of(request: Request) -> Any:
     """The ProcessGroup of a call; a one-dimensional DeviceMesh stands for its group."""
+    group = request.tp_group
+    if group is not None and hasattr(group, "get_group"):
+        group = group.get_group()
     if request.shard is not None:
         if not isinstance(request.shard, VocabShard):
             raise TypeError(f"shard must be a VocabShard, got {type(request.shard).__name__}")
-        if request.tp_group is not None and request.tp_group != request.shard.group:
+        if group is not None and group != request.shard.group:
             raise ValueError("shard and tp_group name different groups; give one of the two")
         return request.shard.group
-    return request.tp_group
+    return group
 
 
 def _check_shard_arguments(request: Request, shard: VocabShard) -> None:
@@ -184,11 +192,13 @@ def _choose(request: Request, operands: Operands) -> kernels.Choice:
     return choice
 
 
-def _validates(request: Request, operands: Operands, choice: kernels.Choice | None) -> bool:
+def _validates(request: Request, operands: Operands) -> bool:
+    """By what the ranks share, not by the one tensor that may be wrong on one of them."""
     if isinstance(request.validate, bool):
         return request.validate
-    on_cpu = isinstance(operands.matrix, Tensor) and operands.matrix.device.type == "cpu"
-    return on_cpu or (choice is not None and choice.backend == "torch")
+    tensors = (operands.hidden, operands.matrix, operands.target_ids)
+    on_gpu = any(isinstance(t, Tensor) and t.device.type not in ("cpu", "meta") for t in tensors)
+    return not on_gpu or request.backend == "torch"
 
 
 def _hashes(request: Request, operands: Operands) -> dict[str, int]:
@@ -208,8 +218,8 @@ def _hashes(request: Request, operands: Operands) -> dict[str, int]:
         request.invalid,
         request.entropy,
         request.backend,
+        request.strict,
         temperature,
-        request.shard is None,
         needs_grad,
     )
     hashes["options"] = agree.text_hash(repr(options))

@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -128,44 +128,48 @@ class VocabShard:
     @classmethod
     def from_dtensor(cls, weight: Tensor, *, real_vocab_size: int | None = None) -> VocabShard:
         """The range of a DTensor [V, ...] with Shard(0) over a one-dimensional DeviceMesh (uneven last shards too)."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        if not isinstance(weight, DTensor):
-            raise TypeError(f"VocabShard.from_dtensor: expected a DTensor, got {type(weight).__name__}")
-        mesh = weight.device_mesh
-        if mesh.ndim != 1 or list(weight.placements) != [Shard(0)]:
-            raise ValueError(
-                f"VocabShard.from_dtensor: expected placements [Shard(0)] on a 1-D mesh, got {list(weight.placements)} "
-                f"on {mesh}; redistribute the weight or pass its local tensor with tp_group"
-            )
-        return cls.gather(weight.to_local().shape[0], mesh.get_group(), real_vocab_size=real_vocab_size)
+        group = _dtensor_group(weight)
+        return cls.gather(weight.to_local().shape[0], group, real_vocab_size=real_vocab_size)  # type: ignore[attr-defined]
 
     @classmethod
     def of_dtensor(cls, weight: Tensor, *, real_vocab_size: int | None = None) -> VocabShard:
         """`from_dtensor`, made once for each (group, global size, real size)."""
-        group = weight.device_mesh.get_group()  # type: ignore[attr-defined]
-        shards = _made.setdefault(group, {})
-        key = (weight.shape[0], real_vocab_size)
-        if key not in shards:
-            shards[key] = cls.from_dtensor(weight, real_vocab_size=real_vocab_size)
-        return shards[key]
+        group, key = _dtensor_group(weight), (weight.shape[0], real_vocab_size)
+        shard = _recall(group, key)
+        if shard is None:
+            shard = cls.from_dtensor(weight, real_vocab_size=real_vocab_size)
+            _remember(shard, key)
+        return shard
 
-    def agree_first_use(self, described: dict[str, Any], weight: Tensor | None) -> None:
+    def agree_first_use(self, described: dict[str, Any], matrix: Tensor) -> None:
         """Once per shard, collective: the ranks agree on what the shard is used for and on not holding one tensor."""
         if self._seen[0] or self.group is None:
             return
-        constant = weight is None or weight.numel() == 0 or bool((weight == weight.reshape(-1)[0]).all())
-        fingerprint = None if constant or weight is None else agree.content_hash(weight)
+        fingerprint = None if agree.is_constant(matrix) else agree.content_hash(matrix)
         everyone = gather_objects((described, fingerprint), self.group)
         agree.compare([d for d, _ in everyone], "every rank of a tensor-parallel group must use the same")
         hashes = [h for _, h in everyone if h is not None]
         if self.world_size > 1 and len(hashes) > 1 and len(set(hashes)) == 1:
             raise ValueError(
-                f"every rank holds the same weight {list(weight.shape) if weight is not None else ''}: "
-                "expected this rank's shard of the vocabulary, got the full weight with a tp_group; "
-                "pass weight[shard.start:shard.stop], or no tp_group"
+                f"every rank holds the same weight {list(matrix.shape)}: expected this rank's shard of the vocabulary, "
+                "got the full weight (or the full logits) with a tp_group; pass the columns [shard.start, shard.stop), "
+                "or no tp_group"
             )
         self._seen[0] = True
+
+
+def _dtensor_group(weight: Tensor) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(weight, DTensor):
+        raise TypeError(f"VocabShard.from_dtensor: expected a DTensor, got {type(weight).__name__}")
+    mesh = weight.device_mesh
+    if mesh.ndim != 1 or list(weight.placements) != [Shard(0)]:
+        raise ValueError(
+            f"VocabShard.from_dtensor: expected placements [Shard(0)] on a 1-D mesh, got {list(weight.placements)} "
+            f"on {mesh}; redistribute the weight or pass its local tensor with tp_group"
+        )
+    return mesh.get_group()
 
 
 def _check_cover(ranges: Sequence[tuple[int, int]], padded_vocab_size: int) -> None:
@@ -186,31 +190,48 @@ def _check_cover(ranges: Sequence[tuple[int, int]], padded_vocab_size: int) -> N
 
 
 # Shards made for calls that gave none. The key holds only what all ranks share, so that a look-up hits on every rank
-# or on none: a hit on some would leave the others waiting in the constructor's collective.
-_made: weakref.WeakKeyDictionary[Any, dict[tuple[int | None, int | None], VocabShard]] = weakref.WeakKeyDictionary()
+# or on none: a hit on some would leave the others waiting in the constructor's collective. What is kept does not hold
+# the group, or the group would never be freed.
+_Facts = dict[str, Any]
+_made: weakref.WeakKeyDictionary[Any, dict[tuple[int | None, int | None], _Facts]] = weakref.WeakKeyDictionary()
 
 
-def shard_for_call(
+def known_shard(
+    local_size: int, group: Any, vocab_start_index: int | None, global_size: int | None, real_size: int | None
+) -> VocabShard | None:
+    """The shard of a call that named a group and sizes, or None where the ranks have to make it. Not collective."""
+    if group is not None:
+        return _recall(group, (global_size, real_size))
+    if vocab_start_index not in (None, 0):
+        raise ValueError(
+            f"vocab_start_index is {vocab_start_index} without a tp_group; a process alone starts at 0 "
+            "(pass tp_group or shard)"
+        )
+    if global_size not in (None, local_size):
+        raise ValueError(f"global_vocab_size is {global_size} but {local_size} columns came and no tp_group was given")
+    return _alone(local_size, local_size if real_size is None else real_size)
+
+
+def make_shard(
     local_size: int, group: Any, vocab_start_index: int | None, global_size: int | None, real_size: int | None
 ) -> VocabShard:
-    """The shard of a call that named a group and sizes. Collective at first use of (group, sizes)."""
-    if group is None:
-        if vocab_start_index not in (None, 0):
-            raise ValueError(
-                f"vocab_start_index is {vocab_start_index} without a tp_group; a process alone starts at 0 "
-                "(pass tp_group or shard)"
-            )
-        if global_size not in (None, local_size):
-            raise ValueError(
-                f"global_vocab_size is {global_size} but weight holds {local_size} columns and no tp_group was given"
-            )
-        return _alone(local_size, local_size if real_size is None else real_size)
-    shards = _made.setdefault(group, {})
-    shard = shards.get((global_size, real_size))
-    if shard is None:
-        shard = _make(local_size, group, vocab_start_index, global_size, real_size)
-        shards[(global_size, real_size)] = shard
-    check_fits(shard, local_size, vocab_start_index)
+    """Collective, at first use of (group, sizes)."""
+    shard = _make(local_size, group, vocab_start_index, global_size, real_size)
+    _remember(shard, (global_size, real_size))
+    return shard
+
+
+def _remember(shard: VocabShard, key: tuple[int | None, int | None]) -> None:
+    facts = {f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "group"}
+    _made.setdefault(shard.group, {})[key] = facts
+
+
+def _recall(group: Any, key: tuple[int | None, int | None]) -> VocabShard | None:
+    facts = _made.get(group, {}).get(key)
+    if facts is None:
+        return None
+    shard = object.__new__(VocabShard)
+    shard.__dict__.update(facts, group=group)
     return shard
 
 

@@ -25,6 +25,14 @@ void fold_row(const int64_t* gathered, int64_t world_size, int64_t words, int64_
 
 }  // namespace
 
+void cpu_reciprocals(const float* t, int64_t count, float* out) {
+  const cpu::PlainFloat plain;
+  for (int64_t i = 0; i < count; ++i) {
+    const bool usable = t[i] > 0.0f && bits(t[i]) < 0x7f800000u;
+    out[i] = usable ? static_cast<float>(1.0 / static_cast<double>(t[i])) : quiet_nan();
+  }
+}
+
 void cpu_fold(const int64_t* gathered, int64_t world_size, int64_t words, int64_t rows, const int64_t* target_ids,
               int64_t ignore_index, int64_t real_vocab_size, bool invalid_is_nan, const FoldOutputs& out) {
   const bool entropy = words == kRecordWordsEntropy;

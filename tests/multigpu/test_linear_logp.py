@@ -193,7 +193,7 @@ def on_all_ranks(ranks: Ranks, message: str, call) -> None:
     try:
         call()
         mine = "no error"
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, NotImplementedError, vs.ContractError) as e:
         mine = str(e)
     everyone: list[str] = [""] * ranks.world_size
     dist.all_gather_object(everyone, mine)
@@ -227,6 +227,77 @@ def test_everybody_gets_the_same_error(ranks: Ranks) -> None:
     on_all_ranks(ranks, "target_ids[5] is 1000", lambda: call(target_ids=torch.where(
         torch.arange(33, device=ranks.device) == 5, 1000, target)))  # fmt: skip
     call()
+
+
+def test_errors_found_on_one_rank_alone_reach_all(ranks: Ranks) -> None:
+    """Each of these is wrong on the last rank only; the others must not be left waiting."""
+    if ranks.world_size == 1:
+        pytest.skip("one rank")
+    hidden, weight, _, target = problem(ranks.device)
+    group = dist.new_group()
+    bounds = layouts(ranks.world_size, V)["even"]
+    shard = shard_of(bounds, ranks.rank, group)
+    w = weight[shard.start : shard.stop]
+    last = ranks.rank == ranks.world_size - 1
+    who = f"rank {ranks.world_size - 1} of the group"
+
+    def call(**change):
+        arguments = {"hidden": hidden, "weight": w, "target_ids": target, "validate": True, **change}
+        return vs.linear_logp(**arguments)
+
+    for known in ({"shard": shard}, {"tp_group": group, "global_vocab_size": V}):
+        call(**known)
+        fewer = w[:-1] if last else w
+        on_all_ranks(ranks, f"{who}: this rank's shard is", lambda k=known, f=fewer: call(weight=f, **k))
+        start = {"vocab_start_index": 16} if last else {}
+        on_all_ranks(ranks, f"{who}: vocab_start_index is 16", lambda k=known, s=start: call(**s, **k))
+        on_all_ranks(ranks, f"{who}: contract", lambda k=known: call(contract="another" if last else None, **k))
+        strict = {"strict": True, "backend": "torch"}
+        on_all_ranks(ranks, "does not bear it", lambda k=known, s=strict: call(**s, **k))
+        on_all_ranks(ranks, "different options", lambda k=known: call(strict=last, **k))
+        on_all_ranks(ranks, f"{who}: weight must be", lambda k=known: call(weight=None if last else w, **k))
+        meta = w.to("meta") if last else w
+        on_all_ranks(ranks, f"{who}: weight is on the meta", lambda k=known, m=meta: call(weight=m, **k))
+        cut = {"cut": target} if last else {}
+        on_all_ranks(ranks, f"{who}: cut is not available", lambda k=known, c=cut: call(**c, **k))
+        hot = torch.ones(33, device="meta" if last else ranks.device)
+        on_all_ranks(ranks, f"{who}: temperature must be", lambda k=known, t=hot: call(temperature=t, **k))
+        call(**known)
+
+
+def test_full_logits_with_a_group_are_noticed(ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        pytest.skip("one rank")
+    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(ranks.device)
+    target = torch.arange(5, device=ranks.device)
+    on_all_ranks(ranks, "the full logits", lambda: vs.vocab_parallel_logp(logits, target, tp_group=dist.new_group()))
+
+
+def test_a_mesh_stands_for_its_group(ranks: Ranks) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    hidden, weight, bias, target = problem(ranks.device)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    bounds = layouts(ranks.world_size, V)["uneven"]
+    rows = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+    got = vs.linear_logp(hidden, weight[rows], target, bias[rows], tp_group=mesh, global_vocab_size=V)
+    assert_same_bytes(got, vs.linear_logp(hidden, weight, target, bias))
+
+
+def test_a_destroyed_group_is_not_kept_alive(ranks: Ranks) -> None:
+    import gc
+    import weakref
+
+    group = dist.new_group()
+    hidden, weight, bias, target = problem(ranks.device)
+    bounds = layouts(ranks.world_size, V)["even"]
+    rows = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+    vs.linear_logp(hidden, weight[rows], target, bias[rows], tp_group=group)
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert alive() is None
 
 
 def test_shards_must_agree(ranks: Ranks) -> None:

@@ -102,7 +102,13 @@ class Checkpoint:
     @property
     def context(self) -> int | None:
         """The number of positions of the model, where the config says it."""
-        return self.setting("max_position_embeddings", self.setting("n_positions"))
+        positions = self.setting("max_position_embeddings", self.setting("n_positions"))
+        if positions is not None and (type(positions) is not int or positions < 1):
+            raise InputError(
+                f"{self.path / 'config.json'}: expected a positive number of positions (max_position_embeddings), "
+                f"got {positions!r}"
+            )
+        return positions
 
     def real_vocab_size(self, asked: int | None = None) -> int:
         """Rows of the head that are no padding: what was asked for, else the config's `real_vocab_size`, else all."""
@@ -168,7 +174,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(content).__name__}")

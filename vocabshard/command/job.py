@@ -70,11 +70,13 @@ def choose_sizes(sizes: Sequence[int] | None, tp: int, rows: int, real: int) -> 
 
 def prepare(args: argparse.Namespace, tp: int) -> Job:
     """Checks everything that can be checked without loading the model. Raises InputError."""
-    out = Path(args.out)
+    out = Path(args.out).resolve()  # a symbolic link stays one: what it names is written
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: the directory {out.parent} does not exist")
     if out.is_dir():
         raise InputError(f"--out {out}: is a directory, expected the name of a file")
+    if out.exists() and not out.is_file():
+        raise InputError(f"--out {out}: is no regular file, expected one or a new name")
     if not os.access(out.parent, os.W_OK):
         raise InputError(f"--out {out}: the directory {out.parent} is not writable")
     for name in ("batch_rows", "threads"):

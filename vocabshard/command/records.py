@@ -102,7 +102,7 @@ def read_scores(path: str | Path) -> Scores:
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}:{number}: not JSON: {first_line(error)}") from error
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         raise InputError(f"{path}:{number}: expected a JSON object with a type")

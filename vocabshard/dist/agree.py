@@ -6,12 +6,20 @@ A rank that has already failed joins the collective with its error, so that the 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vocabshard.contract import ContractError
 from vocabshard.dist.gather import gather_objects, gather_tensors, group_device
+
+
+_KINDS: dict[str, type[Exception]] = {
+    e.__name__: e for e in (TypeError, ValueError, NotImplementedError, ContractError)
+}
+CHUNK = 1 << 18  # elements that are looked at a time, so that agreeing takes no memory to speak of
 
 
 def raise_together(error: Exception | None, group: Any) -> None:
@@ -28,8 +36,7 @@ def _raise_first(errors: list[tuple[str, str] | None], own: Exception | None) ->
     if len(errors) == 1 and own is not None:
         raise own
     rank, (kind, message) = failed[0]
-    known: dict[str, type[Exception]] = {"TypeError": TypeError, "NotImplementedError": NotImplementedError}
-    raise known.get(kind, ValueError)(f"rank {rank} of the group: {message}") from own
+    raise _KINDS.get(kind, ValueError)(f"rank {rank} of the group: {message}") from own
 
 
 def compare(values: list[dict[str, Any]], advice: str) -> None:
@@ -65,19 +72,36 @@ def agree_call(error: Exception | None, hashes: dict[str, int], group: Any) -> N
             )
 
 
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in row-major order, whatever the strides, some at a time."""
+    matrix = tensor.detach()
+    if matrix.dim() == 0:
+        matrix = matrix[None]
+    width = max(matrix[0].numel(), 1) if matrix.shape[0] else 1
+    step = max(CHUNK // width, 1)
+    for start in range(0, matrix.shape[0], step):
+        piece = matrix[start : start + step].reshape(-1)
+        yield from piece.split(CHUNK)
+
+
 def content_hash(tensor: Tensor) -> int:
     """An int64 of shape, dtype and bytes; the same on every device. Reads the tensor back."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    words = tensor.detach().contiguous().view(integer).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    chunk = 1 << 20
-    index = torch.arange(min(chunk, words.numel()), dtype=torch.int64, device=tensor.device)
+    index = torch.arange(min(CHUNK, tensor.numel()), dtype=torch.int64, device=tensor.device)
     mix = (index * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
-    for number, start in enumerate(range(0, words.numel(), chunk)):
-        piece = words[start : start + chunk].to(torch.int64)
-        part = (piece * mix[: piece.numel()]).sum()
+    for number, piece in enumerate(_chunks(tensor)):
+        part = (piece.view(integer).to(torch.int64) * mix[: piece.numel()]).sum()
         total = total * 0x2545F4914F6CDD1D + part + number
     return int(total) ^ text_hash(f"{list(tensor.shape)} {tensor.dtype}")
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Whether all elements are one number (or there are none). Reads the tensor back."""
+    if tensor.numel() == 0:
+        return True
+    first = tensor.detach()[(0,) * tensor.dim()]
+    return all(bool((piece == first).all()) for piece in _chunks(tensor))
 
 
 def text_hash(text: str) -> int:

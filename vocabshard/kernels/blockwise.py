@@ -8,16 +8,36 @@ to run only.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
 from vocabshard.contract import LN2, LOG2E
 from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 SCRATCH_ELEMENTS = 1 << 24  # logits of a block: 64 MiB a tensor in fp32
 ROWS = 4096
 
 
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """The operands have their dtypes; autocast, active in the thread that runs this, shall not change the products'."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vocabshard.contract import LOG2E
+from vocabshard.kernels.blockwise import without_autocast
 from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
 
 F64 = torch.float64
@@ -52,6 +53,7 @@ def _records(y: Tensor, target_ids: Tensor, problem: LocalProblem) -> Tensor:
     return torch.stack([lse, target.to(F64), mean, y64.amax(1)]).view(torch.int64)
 
 
+@without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -112,6 +114,7 @@ def _active(grads: RowGrads) -> Tensor:
     return active if grads.entropy is None else active | (grads.entropy != 0)
 
 
+@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,
