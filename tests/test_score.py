@@ -163,6 +163,8 @@ BAD_CHECKPOINTS = {
     "too many real rows": (edit_config(real_vocab_size=2561), "expected 1 to 2560"),
     "scaled logits": (edit_config(logits_scaling=8.0), "logits_scaling = 8.0 scales the logits"),
     "no context length": (edit_config(max_position_embeddings=None), "say it with --window"),
+    "a context length in words": (edit_config(max_position_embeddings="x"), "expected a positive number of positions"),
+    "config nested deeply": (overwrite("config.json", b"[" * 200_000), "config.json: not JSON"),
     "a lost weight": (edit_weights(lambda weights: weights.pop("model.norm.weight")), "missing or of another shape"),
     "a weight of another shape": (
         edit_weights(lambda weights: weights.update({"model.norm.weight": torch.zeros(64)})),
@@ -246,6 +248,20 @@ def test_bad_output(text, out, capsys):
     code = score(TINY, text, out.parent / "nowhere" / "x.jsonl")
     assert_refused(capsys, code, out, "nowhere does not exist")
     assert_refused(capsys, score(TINY, text, out.parent), out, "is a directory, expected the name of a file")
+
+
+def test_output_that_is_no_regular_file(text, tmp_path, out, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert_refused(capsys, score(TINY, text, pipe), out, "is no regular file")
+    assert pipe.is_fifo()
+
+
+def test_output_through_a_link(text, out, tmp_path):
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(out)
+    assert score(TINY, text, link) == 0
+    assert link.is_symlink() and out.read_text().startswith("{")
 
 
 def test_disk_full(text, out, capsys, monkeypatch):
