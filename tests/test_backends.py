@@ -1,0 +1,57 @@
+"""The table that chooses a backend: pure, and telling why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vocabshard import _C, kernels
+
+CUDA, BF16 = torch.device("cuda:0"), torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def fresh_table() -> Iterator[None]:
+    kernels.select_backend.cache_clear()
+    yield
+    kernels.select_backend.cache_clear()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": built})
+
+
+def test_hopper_takes_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0), True)
+    for backend in ("auto", "sm90"):
+        choice = kernels.select_backend(backend, CUDA, BF16)
+        assert (choice.backend, choice.projection) == ("sm90", "hopper-k16")
+        assert choice.contract_bearing and not choice.reason
+    assert kernels.select_backend("sm90", CUDA, torch.float32).projection == "fma-chain"
+    assert kernels.select_backend("sm90", CUDA, BF16, True).projection == "given-logits"
+
+
+def test_a_build_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0), False)
+    with pytest.raises(ValueError, match="built without CUDA: install nvcc"):
+        kernels.select_backend("sm90", CUDA, BF16)
+    pytest.importorskip("triton")
+    choice = kernels.select_backend("auto", CUDA, BF16)
+    assert choice.backend == "triton" and "built without CUDA" in choice.reason
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+def test_other_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    pretend(monkeypatch, capability, True)
+    with pytest.raises(ValueError, match=r"compute capability \(9, 0\), the GPU has"):
+        kernels.select_backend("sm90", CUDA, BF16)
+    assert kernels.select_backend("auto", CUDA, BF16).backend != "sm90"
+
+
+def test_no_gpu() -> None:
+    with pytest.raises(ValueError, match=r'backend="sm90" does not serve tensors on \'cpu\': it needs an NVIDIA GPU'):
+        kernels.select_backend("sm90", torch.device("cpu"), BF16)
+    assert kernels.select_backend("auto", torch.device("cpu"), BF16).backend == "cpu"
