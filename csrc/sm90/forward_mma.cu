@@ -38,7 +38,7 @@ VS_DEVICE void load_tile(uint16_t* to, const uint16_t* from, int64_t row_stride,
 VS_DEVICE uint32_t pair(const uint16_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
 template <class Element, bool kEntropy>
-__global__ void __launch_bounds__(kThreads) forward_mma_kernel(const PlainParams p) {
+__global__ void __launch_bounds__(kThreads, 4) forward_mma_kernel(const PlainParams p) {
   __shared__ __align__(16) uint16_t hidden[kRows * kPitch], weight[kColumns * kPitch];
   __shared__ float logits[kRows * kLogitPitch];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, q = lane % 4;

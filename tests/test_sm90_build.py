@@ -1,0 +1,135 @@
+"""What the compiler made of the CUDA kernels, with no GPU: they compile, spill nothing, and round where they should."""
+
+from __future__ import annotations
+
+import functools
+import re
+import runpy
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "csrc" / "sm90").glob("*.cu"))
+FUSED = [s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge"))]
+WGMMA = [s for s in SOURCES if s.stem.startswith("forward_wgmma")]
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+by_source = pytest.mark.parametrize("source", FUSED, ids=lambda s: s.stem)
+
+
+@functools.cache
+def builder() -> dict[str, Any]:
+    """setup.py's own functions: what it compiled already is not compiled again."""
+    real, setuptools.setup = setuptools.setup, lambda **options: None
+    try:
+        return runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        setuptools.setup = real
+
+
+def command(source: Path) -> list[str]:
+    b = builder()
+    flags = [*b["NVCC_FLAGS"], *b["SM90_FLAGS"], *b["suffix_flags"](source, b["CUDA_SUFFIXES"])]
+    return [b["find_nvcc"](), *flags, f"-I{b['CSRC']}"]
+
+
+@functools.cache
+def objects() -> dict[Path, Path | Exception]:
+    b = builder()
+    b["OBJECTS"].mkdir(parents=True, exist_ok=True)
+    version = b["call"]([b["find_nvcc"](), "--version"])
+
+    def compile_one(source: Path) -> Path | Exception:
+        try:
+            return b["compile_one"](source, command(source), version)
+        except setuptools.errors.CompileError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SOURCES, pool.map(compile_one, SOURCES), strict=True))
+
+
+def compiled(source: Path) -> Path:
+    made = objects()[source]
+    if isinstance(made, Exception):
+        pytest.fail(f"{source.name} does not compile for sm_90a:\n{made}", pytrace=False)
+    return made
+
+
+def resources(source: Path) -> dict[str, tuple[int, ...]]:
+    """Kernel -> bytes of stack frame, spill stores, spill loads, on sm_90a."""
+    log = compiled(source).with_suffix(".log").read_text()
+    found = re.findall(
+        r"Compiling entry function '(\w+)' for 'sm_90a?'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads",
+        log,
+        re.DOTALL,
+    )
+    return {name: tuple(map(int, counts)) for name, *counts in found}
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        triton = pytest.importorskip("triton", reason=f"no {name} on PATH, and triton, which brings one, is missing")
+        found = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+    return found
+
+
+def disassembly(source: Path) -> dict[str, str]:
+    """Kernel -> SASS."""
+    dump = [tool("cuobjdump"), "-arch", "sm_90a", "-sass", str(compiled(source))]
+    text = subprocess.run(dump, capture_output=True, text=True, check=True, timeout=120).stdout
+    parts = re.split(r"\n\s*Function : (\w+)\n", text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda s: s.stem)
+def test_compiles(source: Path) -> None:
+    assert compiled(source).exists()
+
+
+@by_source
+def test_spills_nothing(source: Path) -> None:
+    for kernel, counts in resources(source).items():
+        assert counts == (0, 0, 0), f"{kernel} in {source.name}: stack frame, spill stores, spill loads are {counts}"
+    if "__global__" in source.read_text() or source in WGMMA:
+        assert resources(source), f"the log of {source.name} tells of no kernel"
+
+
+@pytest.mark.parametrize("source", WGMMA, ids=lambda s: s.stem)
+def test_wgmma_kernels_use_the_tensor_cores(source: Path) -> None:
+    kernels = disassembly(source)
+    assert len(kernels) == 4  # two tile shapes, with entropy and without
+    for kernel, sass in kernels.items():
+        assert "HGMMA.64x" in sass, f"{kernel}: no HGMMA"
+        assert "UTMALDG" in sass, f"{kernel}: no tensor copy"
+        assert not re.search(r"\b(LDL|STL)\b", sass), f"{kernel} uses local memory"
+        loop = sass[sass.index("HGMMA") : sass.rindex("HGMMA")]
+        # a wait or a move between them means that the compiler has put the products one behind the other
+        assert not re.search(r"DEPBAR|\bMOV R|F?MUL|FFMA", loop), f"{kernel}: the products are serialised"
+
+
+def test_mma_kernel_uses_the_tensor_cores() -> None:
+    for kernel, sass in disassembly(ROOT / "csrc" / "sm90" / "forward_mma.cu").items():
+        assert "HMMA.16816.F32" in sass, kernel
+
+
+@by_source
+def test_no_operation_is_left_to_be_contracted(source: Path, tmp_path: Path) -> None:
+    """Even a compiler that may contract finds only operations whose rounding is spelled out."""
+    ptx = tmp_path / "kernel.ptx"
+    flags = ["-fmad=true" if f == "-fmad=false" else f for f in command(source) if not f.startswith("-Xptxas")]
+    subprocess.run([*flags, "-ptx", str(source), "-o", str(ptx)], check=True, capture_output=True, timeout=300)
+    entry = ""
+    for line in ptx.read_text().splitlines():
+        if found := re.search(r"\.entry (\w+)", line):
+            entry = found[1]
+        assert not re.match(r"\s*(@%p\d+ )?(mul|add|sub|div)(\.ftz)?\.f(32|64)\b", line), f"{entry}: {line.strip()}"
+        assert not re.match(r"\s*\w+\.[\w.]*ftz\.[\w.]*f32\b", line) or "rcp.approx.ftz" in line, f"{entry}: {line}"
