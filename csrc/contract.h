@@ -19,16 +19,16 @@ namespace vocabshard {
 // ---- constants (vocabshard/contract.py holds the same; a test compares them) ----
 
 constexpr const char* kContractId = "vocabshard-logp-v1";
-constexpr int kTile = 16;                // columns whose terms meet in one fp32 tree
-constexpr int kLimbBits = 32;            // width of a counter's position
-constexpr int kLimbs = 3;                // positions a partial keeps
-constexpr int kScale = 96;               // terms are scaled by 2^(kScale - K): see "Terms" below
-constexpr int kSpan = 196;               // terms with k < K - kSpan are dropped
-constexpr int kHeadroom = 4;             // 16 terms of at most sqrt(2): bits up to k_max + 4
-constexpr int kEntropyHeadroom = 26;     // times |K - f| < 2^21: bits up to k_max + 25
-constexpr int32_t kEmptyK = -(1 << 25);  // k_max of a partial without finite logits: J = -2^20
-constexpr float kLogitLimit = 1048576.0f;         // 2^20: beyond it a maximum poisons its row
-constexpr float kLog2e = 0x1.715476p+0f;          // c = fp32(log2 e)
+constexpr int kTile = 16;                           // columns whose terms meet in one fp32 tree
+constexpr int kLimbBits = 32;                       // width of a counter's position
+constexpr int kLimbs = 3;                           // positions a partial keeps
+constexpr int kScale = 96;                          // terms are scaled by 2^(kScale - K): see "Terms" below
+constexpr int kSpan = 196;                          // terms with k < K - kSpan are dropped
+constexpr int kHeadroom = 4;                        // 16 terms of at most sqrt(2): bits up to k_max + 4
+constexpr int kEntropyHeadroom = 26;                // times |K - f| < 2^21: bits up to k_max + 25
+constexpr int32_t kEmptyK = -(1 << 25);             // k_max of a partial without finite logits: J = -2^20
+constexpr float kLogitLimit = 1048576.0f;           // 2^20: beyond it a maximum poisons its row
+constexpr float kLog2e = 0x1.715476p+0f;            // c = fp32(log2 e)
 constexpr double kInvLog2e = 0x1.62e4303f1ff27p-1;  // fp64(1 / c)
 constexpr double kLn2 = 0x1.62e42fefa39efp-1;
 constexpr double kSqrt2 = 0x1.6a09e667f3bcdp+0;
@@ -45,10 +45,10 @@ constexpr float kTanhSmall = 0.25f, kTanhOne = 16.0f;  // from kTanhOne on the f
 
 // log2 r = s * L(s^2), s = (r - 1) / (r + 1): the series of 2 atanh(s) / ln 2
 constexpr int kLog2Terms = 11;
-#define VS_LOG2_COEFFICIENTS                                                                                  \
-  {0x1.71547652b82fep+1, 0x1.ec709dc3a03fdp-1, 0x1.2776c50ef9bfep-1, 0x1.a61762a7aded9p-2, 0x1.484b13d7c02a9p-2, \
-   0x1.0c9a84994022dp-2, 0x1.c68f568d31760p-3, 0x1.89f3b1694cffep-3, 0x1.5b9ac9b743f0dp-3, 0x1.3703c1f4d0ffep-3, \
-   0x1.1964ec6fc9491p-3}
+#define VS_LOG2_COEFFICIENTS                                                               \
+  {0x1.71547652b82fep+1, 0x1.ec709dc3a03fdp-1, 0x1.2776c50ef9bfep-1, 0x1.a61762a7aded9p-2, \
+   0x1.484b13d7c02a9p-2, 0x1.0c9a84994022dp-2, 0x1.c68f568d31760p-3, 0x1.89f3b1694cffep-3, \
+   0x1.5b9ac9b743f0dp-3, 0x1.3703c1f4d0ffep-3, 0x1.1964ec6fc9491p-3}
 
 // ---- single operations ----
 
@@ -107,7 +107,7 @@ VS_HD double mul(double a, double b) { return a * b; }
 VS_HD double div(double a, double b) { return a / b; }
 #endif
 
-constexpr uint32_t kNanBits = 0x7fc00000u;      // the only NaN a record or a result holds
+constexpr uint32_t kNanBits = 0x7fc00000u;  // the only NaN a record or a result holds
 constexpr uint32_t kNegInfBits = 0xff800000u;
 
 VS_HD float quiet_nan() { return from_bits(kNanBits); }
@@ -209,8 +209,8 @@ VS_HD void counters_raise(int64_t* c, int32_t rise) {
 VS_HD void counters_add(int64_t* c, int32_t J, uint64_t m, int32_t q, bool negative) {
   const int32_t top = J - (q >> 5);  // counter index of the lowest limb
   const int r = q & 31;
-  const uint64_t low = m << r;                               // limbs 0 and 1, as far as they fit
-  const uint64_t high = r == 0 ? 0 : (m >> (64 - r));        // what the shift pushed out: limb 2
+  const uint64_t low = m << r;                         // limbs 0 and 1, as far as they fit
+  const uint64_t high = r == 0 ? 0 : (m >> (64 - r));  // what the shift pushed out: limb 2
   const int64_t limb[3] = {static_cast<int64_t>(low & 0xffffffffu), static_cast<int64_t>(low >> 32),
                            static_cast<int64_t>(high)};
   for (int i = 0; i < 3; ++i)
@@ -379,8 +379,7 @@ template <bool kEntropy>
 VS_HD Folded fold_finish(const Partial& p, int target, bool invalid_is_nan) {
   const float nan = quiet_nan();
   if (is_neg_inf(p.y_max)) return {logp_of(target, invalid_is_nan, neg_inf()), neg_inf(), 0.0f, 0, 0.0f};
-  if (poisons(p.y_max) || p.y_max <= -kLogitLimit)
-    return {logp_of(target, invalid_is_nan, nan), nan, nan, 0, nan};
+  if (poisons(p.y_max) || p.y_max <= -kLogitLimit) return {logp_of(target, invalid_is_nan, nan), nan, nan, 0, nan};
 
   const int32_t k_max = k_of_max(p.y_max), J = limb_top(k_max);
   const double sum = counters_value(p.c);
