@@ -6,14 +6,13 @@
 
 #include <cuda_runtime.h>
 
+#include <stdexcept>
+
 #include "sm90/check.h"
 #include "sm90/logits.h"
 #include "sm90/logits_tile.cuh"
 
 namespace vocabshard::logits {
-
-constexpr int kBackwardThreads = 256;
-constexpr int kBackwardVectors = 4;  // 16-byte vectors of a thread, all in flight at once
 
 struct BackwardParams {
   const char* logits;
@@ -22,11 +21,13 @@ struct BackwardParams {
   int64_t rows;                       // N
   int64_t columns, valid;
   uint32_t chunks;  // of a row
+  uint32_t shares;  // in which the forward read the rows, each from its beginning on
   const int64_t* first;
   const int64_t* order;
   RowInputs inputs;
   int64_t vocab_start;
   RowGradients gradients;
+  LogitsUpstream upstream;
 };
 
 // What an output row contributes to its row of logits.
@@ -40,10 +41,21 @@ struct RowCoefficients {
 
   VS_DEVICE void load(const BackwardParams& p, int64_t m) {
     const RowGradients& g = p.gradients;
-    const float grad_target = g.target[m], grad_softmax = g.softmax[m], grad_entropy = kEntropy ? g.entropy[m] : 0.0f;
+    const int64_t id = p.inputs.target_ids[m], local = id - p.vocab_start;
+    float grad_target, grad_softmax, grad_entropy = 0.0f;
+    if (g.softmax != nullptr) {
+      grad_target = g.target[m];
+      grad_softmax = g.softmax[m];
+      if constexpr (kEntropy) grad_entropy = g.entropy[m];
+    } else {
+      const LogitsUpstream& u = p.upstream;
+      const bool scored = id != u.ignore_index && id >= 0 && id < u.real_vocab_size;
+      grad_target = u.logp != nullptr && scored ? u.logp[m * u.logp_stride] : 0.0f;
+      grad_softmax = u.lse != nullptr ? add(u.lse[m * u.lse_stride], -grad_target) : -grad_target;
+      if constexpr (kEntropy) grad_entropy = u.entropy[m * u.entropy_stride];
+    }
     minus_int = -static_cast<float>(g.lse2_int[m]);
     frac = g.lse2_frac[m];
-    const int64_t local = p.inputs.target_ids[m] - p.vocab_start;
     column = local >= 0 && local < p.valid ? local : -1;
     scale = p.inputs.inv_temperature ? p.inputs.inv_temperature[m] : p.inputs.scalar_inv_temperature;
     active = grad_target != 0.0f || grad_softmax != 0.0f || grad_entropy != 0.0f;
@@ -179,82 +191,116 @@ VS_DEVICE void store_element(char* p, float x) {
     *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(Element<T>::pack2(x, 0.0f));
 }
 
-// A block takes one chunk of kBackwardThreads * kBackwardVectors vectors of a row; vectors are aligned in the output,
-// the elements before the first and after the last go one by one with chunk 0.
-template <typename T, bool kEntropy, bool kIndexed>
-__global__ void __launch_bounds__(kBackwardThreads) backward_kernel(const __grid_constant__ BackwardParams p) {
+VS_DEVICE uint4 load_once(const char* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+VS_DEVICE void store_once(char* p, uint4 v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Which unit a block takes: the last of every share of the forward, then the last but one, and so on. What the forward
+// read last is still in the L2. False: this share has fewer units.
+VS_DEVICE bool unit_of(uint32_t block, uint64_t units, uint32_t shares, uint64_t& unit) {
+  const uint32_t share = block % shares, back = block / shares;
+  const uint64_t whole = units / shares, rest = units % shares;
+  const uint64_t begin = whole * share + rest * share / shares, end = whole * (share + 1) + rest * (share + 1) / shares;
+  unit = end - 1 - back;
+  return end - begin > back;
+}
+
+// A block takes one chunk of kThreads * kVectors vectors of a row, all in flight at once; vectors are aligned in the
+// output, the elements before the first and after the last go one by one with chunk 0.
+template <typename T, bool kEntropy, bool kIndexed, int kThreads, int kVectors, bool kEarly, bool kOnce>
+__global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constant__ BackwardParams p) {
   constexpr int n = kOfVector<T>;
-  const int64_t units = p.rows * p.chunks;
-  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int64_t row = unit / p.chunks;
-    const uint32_t chunk = static_cast<uint32_t>(unit % p.chunks);
-    const char* in = p.logits + row * p.logits_stride;
-    char* out = p.out + row * p.out_stride;
-    const int64_t head = min(static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(out)) & 15u) / T::kBytes, p.columns);
-    const int64_t vectors = (p.columns - head) / n;
-    const bool alike = ((reinterpret_cast<uintptr_t>(in) ^ reinterpret_cast<uintptr_t>(out)) & 15u) == 0;
+  uint64_t unit;
+  if (!unit_of(blockIdx.x, static_cast<uint64_t>(p.rows) * p.chunks, p.shares, unit)) return;
+  const int64_t row = static_cast<int64_t>(unit / p.chunks);
+  const uint32_t chunk = static_cast<uint32_t>(unit % p.chunks);
+  const char* in = p.logits + row * p.logits_stride;
+  char* out = p.out + row * p.out_stride;
+  const int64_t head = min(static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(out)) & 15u) / T::kBytes, p.columns);
+  const int64_t vectors = (p.columns - head) / n;
+  const bool alike = ((reinterpret_cast<uintptr_t>(in) ^ reinterpret_cast<uintptr_t>(out)) & 15u) == 0;
 
-    int64_t begin = 0, end = 0;
-    RowCoefficients<kEntropy> coefficients;
-    bool active;
-    if constexpr (kIndexed) {
-      begin = p.first[row];
-      end = p.first[row + 1];
-      active = end > begin;
-    } else {
-      coefficients.load(p, row);
-      active = coefficients.active;
-    }
-
-    uint4 v[kBackwardVectors];
-    const int64_t first = static_cast<int64_t>(chunk) * (kBackwardThreads * kBackwardVectors) + threadIdx.x;
-    if (active && alike) {
+  uint4 v[kVectors];
+  const int64_t first = static_cast<int64_t>(chunk) * (kThreads * kVectors) + threadIdx.x;
+  const auto load = [&] {
 #pragma unroll
-      for (int i = 0; i < kBackwardVectors; ++i) {
-        const int64_t at = first + i * kBackwardThreads;
-        if (at < vectors) v[i] = *reinterpret_cast<const uint4*>(in + (head + at * n) * T::kBytes);
+    for (int i = 0; i < kVectors; ++i) {
+      const int64_t at = first + i * kThreads;
+      const char* from = in + (head + at * n) * T::kBytes;
+      if (at < vectors) v[i] = kOnce ? load_once(from) : *reinterpret_cast<const uint4*>(from);
+    }
+  };
+  if (kEarly && alike) load();
+
+  int64_t begin = 0, end = 0;
+  RowCoefficients<kEntropy> coefficients;
+  bool active;
+  if constexpr (kIndexed) {
+    begin = p.first[row];
+    end = p.first[row + 1];
+    active = end > begin;
+  } else {
+    coefficients.load(p, row);
+    active = coefficients.active;
+  }
+  if (!kEarly && active && alike) load();
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int64_t at = first + i * kThreads, column = head + at * n;
+    if (at >= vectors) break;
+    uint4 result = {0, 0, 0, 0};
+    if (active) {
+      float x[n];
+      if (alike) {
+        unpack_vector<T>(v[i], x);
+      } else {
+#pragma unroll
+        for (int j = 0; j < n; ++j) x[j] = load_element<T>(in + (column + j) * T::kBytes);
       }
+      differentiate<kEntropy, kIndexed>(p, coefficients, begin, end, column, x);
+      result = pack_vector<T>(x);
     }
-#pragma unroll
-    for (int i = 0; i < kBackwardVectors; ++i) {
-      const int64_t at = first + i * kBackwardThreads, column = head + at * n;
-      if (at >= vectors) break;
-      uint4 result = {0, 0, 0, 0};
+    char* to = out + column * T::kBytes;
+    if constexpr (kOnce)
+      store_once(to, result);
+    else
+      *reinterpret_cast<uint4*>(to) = result;
+  }
+  if (chunk == 0) {
+    const int64_t after = head + vectors * n, lone = head + (p.columns - after);
+    if (threadIdx.x < lone) {
+      const int64_t column = threadIdx.x < head ? threadIdx.x : after + (threadIdx.x - head);
+      float x[1] = {0.0f};
       if (active) {
-        float x[n];
-        if (alike) {
-          unpack_vector<T>(v[i], x);
-        } else {
-#pragma unroll
-          for (int j = 0; j < n; ++j) x[j] = load_element<T>(in + (column + j) * T::kBytes);
-        }
+        x[0] = load_element<T>(in + column * T::kBytes);
         differentiate<kEntropy, kIndexed>(p, coefficients, begin, end, column, x);
-        result = pack_vector<T>(x);
       }
-      *reinterpret_cast<uint4*>(out + column * T::kBytes) = result;
-    }
-    if (chunk == 0) {
-      const int64_t after = head + vectors * n, lone = head + (p.columns - after);
-      if (threadIdx.x < lone) {
-        const int64_t column = threadIdx.x < head ? threadIdx.x : after + (threadIdx.x - head);
-        float x[1] = {0.0f};
-        if (active) {
-          x[0] = load_element<T>(in + column * T::kBytes);
-          differentiate<kEntropy, kIndexed>(p, coefficients, begin, end, column, x);
-        }
-        store_element<T>(out + column * T::kBytes, x[0]);
-      }
+      store_element<T>(out + column * T::kBytes, x[0]);
     }
   }
 }
 
-template <typename T, bool kEntropy, bool kIndexed>
+template <typename T, bool kEntropy, bool kIndexed, int kThreads = 256, int kVectors = 4, bool kEarly = false,
+          bool kOnce = false>
 void launch_backward(BackwardParams params, cudaStream_t stream) {
-  constexpr int64_t kChunk = static_cast<int64_t>(kBackwardThreads) * kBackwardVectors * kOfVector<T>;
+  constexpr int64_t kChunk = static_cast<int64_t>(kThreads) * kVectors * kOfVector<T>;
   params.chunks = static_cast<uint32_t>((params.columns + kChunk - 1) / kChunk);
   const int64_t units = params.rows * params.chunks;
-  const unsigned blocks = static_cast<unsigned>(units < 0x7fffffff ? units : 0x7fffffff);
-  backward_kernel<T, kEntropy, kIndexed><<<blocks, kBackwardThreads, 0, stream>>>(params);
+  params.shares = static_cast<uint32_t>(min(static_cast<int64_t>(params.shares), units));
+  const int64_t blocks = (units + params.shares - 1) / params.shares * params.shares;
+  if (blocks > 0x7fffffff) throw std::invalid_argument("backward over logits: more than 2^31 blocks");
+  backward_kernel<T, kEntropy, kIndexed, kThreads, kVectors, kEarly, kOnce>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(params);
   sm90::check_launch("backward over logits");
 }
 

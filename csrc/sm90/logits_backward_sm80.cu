@@ -1,4 +1,5 @@
 #include "sm90/logits_backward.cuh"
+#include "sm90/logits_launch.cuh"
 
 namespace vocabshard {
 
@@ -23,7 +24,8 @@ void launch(const BackwardParams& params, bool entropy, cudaStream_t stream) {
 }  // namespace
 
 void logits_backward(const Matrix& logits, const int64_t* first, const int64_t* order, const RowInputs& rows,
-                     const Problem& problem, const RowGradients& gradients, const Matrix& grad_logits, void* stream) {
+                     const Problem& problem, const RowGradients& gradients, const LogitsUpstream& upstream,
+                     const Matrix& grad_logits, void* stream) {
   if (logits.rows == 0 || logits.cols == 0) return;
   const int64_t bytes = logits.dtype == kF32 ? 4 : 2;
   BackwardParams params = {};
@@ -39,8 +41,10 @@ void logits_backward(const Matrix& logits, const int64_t* first, const int64_t* 
   params.inputs = rows;
   params.vocab_start = problem.vocab_start;
   params.gradients = gradients;
+  params.upstream = upstream;
+  params.shares = static_cast<uint32_t>(multiprocessors() * kWorkersOfRing);
   const auto s = static_cast<cudaStream_t>(stream);
-  const bool entropy = gradients.entropy != nullptr;
+  const bool entropy = gradients.softmax != nullptr ? gradients.entropy != nullptr : upstream.entropy != nullptr;
   if (logits.dtype == kBF16)
     launch<BF16>(params, entropy, s);
   else if (logits.dtype == kF16)

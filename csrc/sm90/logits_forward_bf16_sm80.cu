@@ -4,17 +4,19 @@
 namespace vocabshard::logits {
 
 void forward_bf16(const ForwardParams& params, const ForwardChoice& choice, void* workspace, cudaStream_t stream) {
-  constexpr int W = kWarpsOfBlock, B = kBlocksOfMultiprocessor;
+  constexpr int W = kWorkersOfRing;
   if (choice.entropy)
-    launch_forward<BF16, true, true, false, 0, W, 1, 4>(params, workspace, stream);
-  else if (choice.scaled && choice.aligned)
-    launch_forward<BF16, false, true, true, 0, W, 1, B>(params, workspace, stream);
-  else if (choice.scaled)
-    launch_forward<BF16, false, true, false, 0, W, 1, 6>(params, workspace, stream);
+    launch_forward<BF16, true, true, false, 4, 4>(params, workspace, stream);
+  else if (choice.ring && !choice.aligned)
+    launch_ring<BF16, true, false, 6, 24, 3>(params, workspace, stream);
+  else if (choice.ring && choice.scaled)
+    launch_ring<BF16, true, true, 8, W, 3>(params, workspace, stream);
+  else if (choice.ring)
+    launch_ring<BF16, false, true, 8, W, 3>(params, workspace, stream);
   else if (choice.aligned)
-    launch_forward<BF16, false, false, true, 0, W, 1, B>(params, workspace, stream);
+    launch_forward<BF16, false, true, true, 4, 8>(params, workspace, stream);
   else
-    launch_forward<BF16, false, false, false, 0, W, 1, 6>(params, workspace, stream);
+    launch_forward<BF16, false, true, false, 4, 6>(params, workspace, stream);
 }
 
 }  // namespace vocabshard::logits

@@ -5,7 +5,9 @@ namespace vocabshard {
 
 using namespace logits;
 
-int64_t logits_workspace_bytes() { return most_groups() * (4 + 2 * 8 * kPartialWords); }
+int64_t logits_workspace_bytes() { return most_workers() * (4 + 2 * 8 * kPartialWords); }
+
+int64_t logits_workspace_zeroed_bytes() { return most_workers() * 4; }
 
 void logits_forward(const Matrix& logits, const int64_t* source, int64_t outputs, const RowInputs& rows,
                     const Problem& problem, int64_t* records, const LogitsFold& fold, void* workspace, void* stream) {
@@ -27,6 +29,9 @@ void logits_forward(const Matrix& logits, const int64_t* source, int64_t outputs
   choice.scaled = rows.inv_temperature != nullptr || rows.scalar_inv_temperature != 1.0f;
   choice.aligned =
       reinterpret_cast<uintptr_t>(logits.data) % 16 == 0 && (logits.rows == 1 || logits.row_stride * bytes % 16 == 0);
+  const float scale = logits.dtype == kBF16 ? BF16::kTableScale : F16::kTableScale;
+  choice.ring = !problem.entropy && rows.inv_temperature == nullptr && rows.scalar_inv_temperature >= scale &&
+                problem.valid >= kRingColumns && outputs * problem.valid >= kRingElements && has_ring_memory();
   const auto s = static_cast<cudaStream_t>(stream);
   if (logits.dtype == kBF16)
     forward_bf16(params, choice, workspace, s);

@@ -9,7 +9,7 @@ struct ForwardParams;
 
 struct ForwardChoice {
   bool entropy, scaled, aligned;
-  bool table;  // exponentials by table, where the type has one
+  bool ring;  // logits_ring.cuh, where there is one for the type
 };
 
 void forward_bf16(const ForwardParams& params, const ForwardChoice& choice, void* workspace, cudaStream_t stream);

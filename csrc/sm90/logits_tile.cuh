@@ -14,16 +14,13 @@ namespace vocabshard::logits {
 
 #define VS_DEVICE __device__ __forceinline__
 
-#ifndef VOCABSHARD_EXP_DEGREE
-#define VOCABSHARD_EXP_DEGREE 6
-#endif
-
 constexpr int kOffset = 94;
 constexpr int32_t kEmptyJ = kEmptyK >> 5;
-constexpr int kLowest = -112;     // exponent to which small logits are raised: below what is kept, still normal
-constexpr int kUnclamped = -120;  // down to here a logit needs no raising
-// Doubles in which one unit in the last place is a counter's unit: 2^(kOffset - 32 i), i = 0, 1, 2.
+// The exponent to which small logits and -inf are raised, relative to R, and the range that serves as well: below what
+// is kept (-106), still normal.
+constexpr int kLowest = -112, kLowestFrom = -124, kLowestTo = -107;
 constexpr float kLn2f = 0.6931471805599453f;  // for limits only
+// Doubles in which one unit in the last place is a counter's unit: 2^(kOffset - 32 i), i = 0, 1, 2.
 constexpr double kCounter0 = 0x1.8p+146, kCounter1 = 0x1.8p+114, kCounter2 = 0x1.8p+82;
 static_assert(kOffset == 94, "the counters' magic numbers are written for it");
 
@@ -31,7 +28,8 @@ static_assert(kOffset == 94, "the counters' magic numbers are written for it");
 
 struct BF16 {
   static constexpr int kBytes = 2;
-  static constexpr uint32_t kTablePatterns = 0x4280;  // below 64
+  static constexpr uint32_t kTablePatterns = 0x4384;  // up to 256
+  static constexpr float kTableScale = 0.65f;         // temperatures above its inverse need more
   // volatile here and below: kept before the load that overwrites the words, in one place
   VS_DEVICE static float low(uint32_t w) {
     float x;
@@ -57,6 +55,8 @@ struct BF16 {
 
 struct F16 {
   static constexpr int kBytes = 2;
+  static constexpr uint32_t kTablePatterns = 0x5984;  // up to 176
+  static constexpr float kTableScale = 0.85f;
   VS_DEVICE static float value(uint32_t b) {
     float x;
     asm volatile("{\n.reg .b16 h;\ncvt.u16.u32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(x) : "r"(b));
@@ -117,21 +117,11 @@ VS_DEVICE void table_places(const uint32_t (&w)[kWords<T>], uint32_t base, uint3
 
 // ---- exponential ----
 
-template <int kDegree>
-VS_DEVICE float exp_poly_of(float f) {
-  if constexpr (kDegree == kExpDegree) return exp_poly(f);
-  float p = fma(kExp5, f, kExp4);  // a degree that is measured, never shipped
-  p = fma(p, f, kExp3);
-  p = fma(p, f, kExp2);
-  p = fma(p, f, kExp1);
-  return fma(p, f, 1.0f);
-}
-
 // p * 2^(k - R), magic = kMagic - R.
 VS_DEVICE float scaled_exp(float y, float magic) {
   const float t = fma(y, kLog2e, magic);
   const float f = fma(y, kLog2e, add(magic, -t));  // magic - t = -k exactly
-  return from_bits(bits(exp_poly_of<VOCABSHARD_EXP_DEGREE>(f)) + (bits(t) << 23));
+  return from_bits(bits(exp_poly(f)) + (bits(t) << 23));
 }
 
 // ---- exact counters in doubles ----
@@ -193,31 +183,37 @@ VS_DEVICE double pow2(int32_t n) { return from_bits(static_cast<uint64_t>(1023 +
 
 // ---- the exponential of a 16-bit logit by table ----
 //
-// e^y = p * 2^k of every bit pattern up to kTableLimit in size, addressed by the pattern itself: positive numbers from
-// 0 on, negative ones from 0x8000 on. The same bits as the polynomial's for a third of the instructions, but a random
-// bank: a tile takes some of its exponentials this way and the others by the polynomial, so that neither pipe is full.
-
-constexpr float kTableLimit = 64.0f;
+// Bits of p plus k in the exponent's place, wrapping: adding -R there gives the bits of p * 2^(k - R) for any R. It is
+// addressed by the logit's own bits: positive numbers from 0 on, negative ones from 0x8000 on; between them lies a
+// hole. The same bits as the polynomial's for a third of the instructions, but in a random bank: a tile takes some of
+// its exponentials this way and the others by the polynomial, so that neither pipe is full.
 
 template <typename T>
 struct Table {
   static constexpr uint32_t kPatterns = T::kTablePatterns;
-  static constexpr uint32_t kBytes = 4 * (0x8000 + kPatterns);
+  static constexpr uint32_t kHole = 4 * kPatterns;  // bytes of it
+  static constexpr uint32_t kHoleEnd = 4 * 0x8000;
+  static constexpr uint32_t kBytes = kHoleEnd + 4 * kPatterns;
 
-  VS_DEVICE static float entry(uint32_t pattern, float scale) {
+  VS_DEVICE static uint32_t entry(uint32_t pattern, float scale) {
     const Exp e = exp_split(mul(T::value(pattern), scale));
-    return scale_pow2(e.p, e.k);
+    return bits(e.p) + (static_cast<uint32_t>(e.k) << 23);
   }
 
-  // By all threads of the block. Entries whose y is out of the limit are never read.
-  VS_DEVICE static void fill(float* table, float scale) {
+  // By all threads of the block.
+  VS_DEVICE static void fill(uint32_t* table, float scale) {
     for (uint32_t i = 4 * threadIdx.x; i < 2 * kPatterns; i += 4 * blockDim.x) {
       const uint32_t first = i < kPatterns ? i : 0x8000 + i - kPatterns;
-      float4 v = {1.0f, 1.0f, 1.0f, 1.0f};
+      uint4 v = {bits(1.0f), bits(1.0f), bits(1.0f), bits(1.0f)};  // of the tiniest
       if (fabsf(mul(T::value(first + 3), scale)) > 0x1p-26f)
         v = {entry(first, scale), entry(first + 1, scale), entry(first + 2, scale), entry(first + 3, scale)};
-      *reinterpret_cast<float4*>(table + first) = v;
+      *reinterpret_cast<uint4*>(table + first) = v;
     }
+  }
+
+  // Whether numbers down to low < 0 and up to high, as bits, are all in the table.
+  VS_DEVICE static bool holds(uint32_t low, uint32_t high) {
+    return low - 0x8000 < kPatterns && (high < kPatterns || high >= 0x8000);
   }
 };
 
@@ -226,13 +222,12 @@ struct Table {
 // kLookups: exponentials of a tile that come from the table, the last ones.
 template <typename T, bool kEntropy, int kLookups = 0>
 struct Share {
-  static_assert(kLookups == 0 || kLookups == 4 || kLookups == 8 || kLookups == 12, "the table serves whole quads");
+  static_assert(kLookups % 2 == 0, "elements come in pairs");
   static constexpr int kComputed = kTile - kLookups;
   uint32_t maximum;  // of the raw logits, packed as they are
-  uint32_t high;     // fast as long as maximum <= high
-  uint32_t low;      // and no bit pattern is above low (a negative number)
+  uint32_t high;     // J stays as long as maximum <= high
+  uint32_t low;      // negative; what is smaller counts as this
   float magic;       // kMagic - R
-  float factor;      // 2^-R, where the table serves
   int32_t J;
   Counters c;
   Counters u;
@@ -247,9 +242,9 @@ struct Share {
     if constexpr (kEntropy) u.clear();
   }
 
-  VS_DEVICE void slow() {  // no tile passes the test for the fast way
-    high = T::kNegInf2;
-    low = 0;
+  VS_DEVICE void slow() {  // every tile rises: no maximum equals this NaN
+    high = 0xffffffffu;
+    low = 0xffffffffu;  // and nothing is raised to this
   }
 
   VS_DEVICE void see(const uint32_t (&w)[kWords<T>]) {
@@ -262,20 +257,29 @@ struct Share {
     }
   }
 
-  // Every logit of the tile, and the maximum so far, lie where neither clamp nor a new J is needed. The bits of
-  // negative numbers grow with their size as unsigned integers, above those of all positive ones.
-  // Zero if so.
-  VS_DEVICE uint32_t special(const uint32_t (&w)[kWords<T>]) const {
+  // Zero: the maximum so far needs no new J, and clamped logits can be added as they are.
+  VS_DEVICE uint32_t rises() const {
+    if constexpr (T::kBytes == 4)  // a NaN is not high
+      return bits(max_nan_f32(from_bits(maximum), from_bits(high))) ^ high;
+    else
+      return T::max2(maximum, high) ^ high;
+  }
+
+  // Raises to low what is below. The bits of negative numbers grow with their size as unsigned integers, above those of
+  // all positive ones, so that a tile with nothing to raise is known by fewer instructions than raising takes.
+  VS_DEVICE void clamp(uint32_t (&w)[kWords<T>]) const {
     uint32_t most = low;
 #pragma unroll
     for (int i = 0; i < kWords<T>; i += 2)
       most = T::kBytes == 4 ? __vimax3_u32(w[i], w[i + 1], most) : __vimax3_u16x2(w[i], w[i + 1], most);
-    uint32_t above;  // a NaN is not high
-    if constexpr (T::kBytes == 4)
-      above = bits(max_nan_f32(from_bits(maximum), from_bits(high)));
-    else
-      above = T::max2(maximum, high);
-    return (most ^ low) | (above ^ high);
+    if (most == low) return;
+#pragma unroll
+    for (int i = 0; i < kWords<T>; ++i) {
+      if constexpr (T::kBytes == 4)
+        w[i] = bits(max_nan_f32(from_bits(w[i]), from_bits(low)));
+      else
+        w[i] = T::max2(w[i], low);
+    }
   }
 
   // Makes any tile fit for add(): raises J, clamps y. False: there is nothing to add.
@@ -288,24 +292,18 @@ struct Share {
     c.add_positive(static_cast<double>(tree16(e)));
   }
 
-  // The same bits as add(), for a tile that is not special. place: of the last kLookups logits.
+  // The same bits as add(), for a clamped tile that does not rise. place: of the last kLookups logits.
   VS_DEVICE void add_looked_up(const float (&y)[kTile], const uint32_t (&place)[kTile]) {
-    float e[kTile], q[4];
+    float e[kTile];
+    const uint32_t minus_R = bits(magic) << 23;  // kMagic's own bits are shifted out
+    uint32_t found[kTile];
 #pragma unroll
-    for (int i = kComputed; i < kTile; ++i) asm("ld.shared.f32 %0, [%1];" : "=f"(e[i]) : "r"(place[i]));
+    for (int i = kComputed; i < kTile; ++i) asm("ld.shared.u32 %0, [%1];" : "=r"(found[i]) : "r"(place[i]));
 #pragma unroll
     for (int i = 0; i < kComputed; ++i) e[i] = scaled_exp(y[i], magic);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      q[i] = vocabshard::add(vocabshard::add(e[4 * i], e[4 * i + 1]), vocabshard::add(e[4 * i + 2], e[4 * i + 3]));
-    // the table has R = 0; moving to R is exact
-    float first, second;
-    if constexpr (kLookups == 12) q[1] = mul(q[1], factor);
-    if constexpr (kLookups == 4) q[3] = mul(q[3], factor);
-    first = vocabshard::add(q[0], q[1]);
-    second = vocabshard::add(q[2], q[3]);
-    if constexpr (kLookups >= 8) second = mul(second, factor);
-    c.add_positive(static_cast<double>(vocabshard::add(first, second)));
+    for (int i = kComputed; i < kTile; ++i) e[i] = from_bits(found[i] + minus_R);
+    c.add_positive(static_cast<double>(tree16(e)));
   }
 
   // With entropy every tile has its own K. Clamps by itself.
@@ -343,19 +341,10 @@ VS_DEVICE void Share<T, kEntropy, kLookups>::rise_to(int32_t k_max, float scale)
     const int32_t R = 32 * J - kOffset;
     magic = static_cast<float>(12582912 - R);
     slow();
-    if (!kEntropy && J <= 6 && (kLookups == 0 || (J >= -1 && J <= 3))) {  // there low is negative
-      float high_y = mul(static_cast<float>(32 * J + 27), kLn2f),
-            low_y = mul(static_cast<float>(R + kUnclamped), kLn2f);
-      if constexpr (kLookups > 0) {
-        high_y = fminf(high_y, kTableLimit);
-        low_y = fmaxf(low_y, -kTableLimit);
-        factor = from_bits(static_cast<uint32_t>(127 - R) << 23);
-      }
-      float high_x = div(high_y, scale), low_x = div(low_y, scale);
-      if constexpr (kLookups > 0) {
-        high_x = fminf(high_x, 0.99f * kTableLimit);
-        low_x = fmaxf(low_x, -0.99f * kTableLimit);
-      }
+    if (!kEntropy && J <= 6) {  // there low is negative
+      // the largest k of this J is 32 J + 27; nearly all that rounds to it
+      const float high_x = div(mul(vocabshard::add(static_cast<float>(32 * J), 27.49f), kLn2f), scale);
+      const float low_x = div(mul(static_cast<float>(R + kLowest), kLn2f), scale);
       uint32_t h, l;
       float hv, lv;
       if constexpr (T::kBytes == 4) {
@@ -367,18 +356,19 @@ VS_DEVICE void Share<T, kEntropy, kLookups>::rise_to(int32_t k_max, float scale)
         // high down: for a negative number that is one step further from zero
         h = high_x < 0.0f ? T::toward_zero(high_x) + 1 : min(T::toward_zero(high_x), T::largest());
         l = min(T::toward_zero(low_x), T::largest() | 0x8000u);
+        if constexpr (kLookups > 0) h = h < 0x8000u ? min(h, Table<T>::kPatterns - 1) : h;
         hv = T::value(h);
         lv = T::value(l);
-        h |= h << 16;
-        l |= l << 16;
       }
       // trusted only where they are seen to hold
       const float top_y = mul(hv, scale), bottom_y = mul(lv, scale);
-      const bool good = (bits(hv) & 0x7fffffffu) < 0x7f800000u && (bits(lv) & 0x7fffffffu) < 0x7f800000u && lv < 0.0f &&
-                        top_y <= kLogitLimit && bottom_y >= -kLogitLimit;
-      if (good && exp_k(top_y) <= 32 * J + 27 && exp_k(bottom_y) - R >= kUnclamped - 4) {
-        high = h;
-        low = l;
+      bool good = (bits(hv) & 0x7fffffffu) < 0x7f800000u && (bits(lv) & 0x7fffffffu) < 0x7f800000u && lv < 0.0f &&
+                  top_y <= kLogitLimit && bottom_y >= -kLogitLimit;
+      if constexpr (kLookups > 0) good = good && Table<T>::holds(l, h);
+      const int32_t lowest = exp_k(bottom_y) - R;
+      if (good && exp_k(top_y) <= 32 * J + 27 && lowest >= kLowestFrom && lowest <= kLowestTo) {
+        high = T::kBytes == 4 ? h : h | h << 16;
+        low = T::kBytes == 4 ? l : l | l << 16;
       }
     }
   }
@@ -408,28 +398,34 @@ VS_DEVICE bool Share<T, kEntropy, kLookups>::prepare(float (&y)[kTile], float sc
   return true;
 }
 
+// Terms below 2^(K - kSpan) are raised to about 2^(K - kSpan - 8) here, not dropped. In the entropy's tree they are
+// then at most 2^(K - kSpan), and four additions bring a difference up by 2^100 at most: far below the lowest bit that
+// is kept of either sum, which lies above 2^(K - 92).
 template <typename T, bool kEntropy, int kLookups>
 VS_DEVICE void Share<T, kEntropy, kLookups>::add_with_entropy(const float (&y)[kTile]) {
   float top = y[0];
 #pragma unroll
   for (int i = 1; i < kTile; ++i) top = fmaxf(top, y[i]);
   const int32_t K = exp_k(clamp_logit(top));
+  // from units of 2^(K - kScale) to units of 2^R
+  const int32_t n = K - kScale - (32 * J - kOffset), n_u = K - kScale - (32 * J_u - kOffset);
+  if (n_u < -300) return;  // far below the last counter
   const float magic_K = static_cast<float>(12582912 + kScale - K), minus_K = static_cast<float>(-K);
+  const float lowest = mul(static_cast<float>(K - kSpan - 8), kLn2f);
+  const bool deep = lowest < -kLogitLimit;
   float e[kTile], w[kTile];
 #pragma unroll
   for (int i = 0; i < kTile; ++i) {
-    const float v = clamp_logit(y[i]);
+    float v = fmaxf(y[i], lowest);
+    if (deep) v = is_neg_inf(y[i]) ? lowest : clamp_logit(y[i]);
     const float t = fma(v, kLog2e, magic_K);
     const float f = fma(v, kLog2e, vocabshard::add(magic_K, -t));
-    const float term = from_bits(bits(exp_poly_of<VOCABSHARD_EXP_DEGREE>(f)) + (bits(t) << 23));
-    e[i] = t < 12582912.0f + kScale - kSpan || is_neg_inf(y[i]) ? 0.0f : term;
-    w[i] = mul(e[i], fma(v, kLog2e, minus_K));  // 0 * d is a zero of either sign: the same sums
+    e[i] = from_bits(bits(exp_poly(f)) + (bits(t) << 23));
+    w[i] = mul(e[i], fma(v, kLog2e, minus_K));
   }
   const float s = tree16(e);
   const double mean =
       vocabshard::add(mul(static_cast<double>(K), static_cast<double>(s)), static_cast<double>(tree16(w)));
-  // from units of 2^(K - kScale) to units of 2^R; what is far below the last counter adds nothing
-  const int32_t n = max(K - kScale - (32 * J - kOffset), -300), n_u = max(K - kScale - (32 * J_u - kOffset), -300);
   c.add_positive(mul(static_cast<double>(s), pow2(n)));
   u.add_signed(mul(mean, pow2(n_u)));
 }
