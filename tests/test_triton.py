@@ -359,6 +359,8 @@ def test_compiled_for_sm90() -> None:
             ptx = kernel["ptx"].replace("rcp.approx.ftz.f32", "" if "soft-cap" in case else "rcp")
             for forbidden in ("fma.rn.f64", "ex2", "approx", ".ftz", "div.full", "atom.", "red.global"):
                 assert forbidden not in ptx, f"{where} has {forbidden}"
+            if case == "logits" and kernel["name"] != "merge_runs":
+                assert "ld.global.v4" in ptx, f"{where} does not load 16 bytes at a time"
             if kernel["name"] == "linear_partials" and case != "fma":
                 product = "mma.sync" if case == "few" else "wgmma.mma_async"
                 assert product in kernel["ptx"], where

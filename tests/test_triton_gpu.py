@@ -18,15 +18,16 @@ from torch import Tensor
 import vocabshard as vs
 from vocabshard import partials
 from vocabshard.dist.fold import fold as fold_of
-from vocabshard.kernels.problem import LocalProblem
+from vocabshard.kernels import cpu
+from vocabshard.kernels.problem import LocalProblem, RowGrads, SavedRows
 from vocabshard.testing import specification
 from vocabshard.testing.compare import assert_same_bytes, differing
 from vocabshard.testing.inputs import rows_from_bits, stacked_hard_rows
 
 if importlib.util.find_spec("triton"):  # conftest.py says why, where there is none
     from vocabshard.dist import triton_fold
-    from vocabshard.kernels import triton_linear
-    from vocabshard.kernels.triton_config import CONFIGS, launch_config
+    from vocabshard.kernels import triton_linear, triton_logits
+    from vocabshard.kernels.triton_config import CONFIGS, launch_config, logits_launch
 
 pytestmark = [
     pytest.mark.needs("triton"),
@@ -447,6 +448,89 @@ def test_fp32_equals_the_cpu() -> None:
         want = vs.linear_logp(hidden.cpu(), weight.cpu(), target.cpu(), backend="cpu", **options)
         for field in ("logp", "lse", "entropy", "logits"):
             assert_same_bytes(getattr(got, field).cpu().contiguous(), getattr(want, field), f"{field} at {n} {d} {v}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_logits_that_exist(dtype: torch.dtype) -> None:
+    """Every launch, alignment, batch and chunk the bytes of the specification; gradients those of the CPU."""
+    for v, seed in ((151936, 0), (50257, 1), (129, 2)):
+        logits = normal(300, v, seed=seed, scale=4, dtype=dtype)
+        logits[::7, 5], logits[1::7, : v // 2], logits[2] = 40.0, -INF, -INF
+        logits[3, v - 1], logits[4, 0] = NAN, INF
+        target = torch.arange(300, device="cuda") * 7919 % v
+        problem = plain(v, entropy=True)
+        want = expected(logits.float(), target, True)
+        for n in (*range(1, 10), 15, 16, 17, 31, 33, 127, 129, 255, 257, 300):
+            got = triton_logits.logits_forward(logits[:n], target[:n], None, problem)
+            assert_same_bytes(got, want[:, :n], f"{v}, N {n}")
+            got = triton_logits.logits_forward(logits[-n:], target[-n:], None, plain(v))
+            assert_same_bytes(got, want[:4, -n:], f"{v}, the last {n}")
+        around = torch.full((300, v + 5), NAN, dtype=dtype, device="cuda")
+        around[:, 3 : v + 3] = logits
+        got = triton_logits.logits_forward(around[:, 3 : v + 3], target, None, problem)
+        assert_same_bytes(got, want, f"{v}, unaligned")
+        order = torch.randperm(300, device="cuda")
+        got = triton_logits.logits_forward(logits, target[order], None, problem, order)
+        assert_same_bytes(got, want[:, order], f"{v}, rows")
+        bounds = [0, v // 3 // 16 * 16, v // 2 // 16 * 16, v]
+        pieces = [
+            triton_logits.logits_forward(logits[:, a:b], target, None, plain(b - a, True, start=a))
+            for a, b in itertools.pairwise(bounds)
+        ]
+        folded = triton_fold.fold(torch.stack(pieces), target, -100, v, "nan")
+        alone = triton_fold.fold(want[None], target, -100, v, "nan")
+        for field, a, b in zip(folded._fields, folded, alone, strict=True):
+            assert_same_bytes(a, b, f"{v}, {field} of shards")
+    for launch in ((4, 2, 1), (4, 2, 3), (2, 1, 9), (1, 1, 2), logits_launch(1, 151936, 132)):
+        logits, target = normal(5, 50257, seed=9, scale=4, dtype=dtype), torch.arange(5, device="cuda") * 12000
+        want = expected(logits.float(), target)
+        got = triton_logits.logits_forward(logits, target, None, plain(50257), launch=launch)
+        assert_same_bytes(got, want, f"{launch}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_gradients_of_logits_equal_the_cpu(dtype: torch.dtype) -> None:
+    logits, target = normal(40, 5003, scale=4, dtype=dtype), torch.arange(40, device="cuda") * 125
+    logits[1, ::2], logits[2], logits[3, 7] = -INF, -INF, NAN
+    scale = normal(40, seed=4, dtype=F32).abs() + 0.5
+    for entropy in (False, True):
+        problem = LocalProblem(0, 5001, None, entropy)
+        records = triton_logits.logits_forward(logits, target, scale, problem)
+        folded = triton_fold.fold(records[None], target, -100, 5001, "nan")
+        gs = [normal(40, seed=i, dtype=F32) for i in (1, 2, 3)]
+        for g in gs:
+            g[9] = 0
+        grads = RowGrads(gs[0], gs[1], gs[2] if entropy else None)
+        saved = SavedRows(folded.lse2_int, folded.lse2_frac, folded.entropy)
+        for rows in (None, torch.arange(39, -1, -1, device="cuda") // 2):
+            got = torch.full_like(logits, 7.0)
+            triton_logits.logits_backward(logits, target, scale, problem, saved, grads, got, rows)
+            want = torch.full_like(logits.cpu(), 7.0)
+            on_cpu = [type(x)(*(None if y is None else y.cpu() for y in x)) for x in (saved, grads)]
+            index = None if rows is None else rows.cpu()
+            cpu.logits_backward(logits.cpu(), target.cpu(), scale.cpu(), problem, *on_cpu, want, index)
+            assert torch.equal(got.isnan().cpu(), want.isnan())
+            assert_same_bytes(
+                got.cpu().nan_to_num(5.0), want.nan_to_num(5.0), f"entropy {entropy}, rows {rows is not None}"
+            )
+            assert (got[:, 5001:] == 0).all()
+
+
+def test_offsets_of_logits_beyond_32_bits() -> None:
+    logits = torch.empty(16000, 151936, dtype=BF16, device="cuda").normal_()
+    target = torch.arange(16000, device="cuda") * 9
+    records = triton_logits.logits_forward(logits, target, None, plain(151936))
+    for rows in (slice(0, 9), slice(-9, None)):
+        got = triton_logits.logits_forward(logits[rows].clone(), target[rows], None, plain(151936))
+        assert_same_bytes(got, records[:, rows])
+    folded = triton_fold.fold(records[None], target, -100, 151936, "nan")
+    g = normal(16000, dtype=F32)
+    arguments = (target, None, plain(151936), SavedRows(folded.lse2_int, folded.lse2_frac, None), RowGrads(g, -g, None))
+    last = logits[-9:].clone()
+    triton_logits.logits_backward(logits, *arguments, logits)
+    few = (target[-9:], None, plain(151936), SavedRows(folded.lse2_int[-9:], folded.lse2_frac[-9:], None))
+    triton_logits.logits_backward(last, *few, RowGrads(g[-9:], -g[-9:], None), last)
+    assert_same_bytes(logits[-9:], last)
 
 
 def test_configurations_fill_the_chip() -> None:

@@ -20,8 +20,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vocabshard.dist import triton_fold
-from vocabshard.kernels import triton_linear
-from vocabshard.kernels.problem import LocalProblem
+from vocabshard.kernels import triton_linear, triton_logits
+from vocabshard.kernels.problem import LocalProblem, RowGrads, SavedRows
 from vocabshard.kernels.triton_config import CONFIGS, with_runs
 
 
@@ -68,6 +68,15 @@ def fold() -> None:
     triton_fold.fold(torch.zeros(2, 7, 64, dtype=torch.int64), torch.zeros(64, dtype=torch.int64), -100, 9, "nan")
 
 
+def logits() -> None:
+    N, V = 4, 5000
+    x, rows, target_ids = torch.zeros(N, V, dtype=torch.bfloat16), torch.zeros(N), torch.zeros(N, dtype=torch.int64)
+    problem = LocalProblem(0, V, None, True)
+    triton_logits.logits_forward(x, target_ids, rows, problem, launch=(4, 2, 2))
+    saved, grads = SavedRows(target_ids.int(), rows, rows), RowGrads(rows, rows, rows)
+    triton_logits.logits_backward(x, target_ids, rows, problem, saved, grads, x)
+
+
 EVERYTHING = {"entropy": True, "bias": True, "temperature": "rows"}
 CASES = {
     "large": lambda: linear("large"),
@@ -78,6 +87,7 @@ CASES = {
     "decode, soft-cap": lambda: linear("decode, soft-cap", softcap=30.0),
     "few": lambda: linear("few"),
     "fma": lambda: linear("fma", torch.float32),
+    "logits": logits,
     "fold": fold,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vocabshard.kernels.triton_linear import forward, projection_id
+from vocabshard.kernels.triton_logits import logits_backward, logits_forward
 
 
 def backward(*args: Any, **options: Any) -> Any:
@@ -13,4 +14,4 @@ def backward(*args: Any, **options: Any) -> Any:
     )
 
 
-__all__ = ["backward", "forward", "projection_id"]
+__all__ = ["backward", "forward", "logits_backward", "logits_forward", "projection_id"]

@@ -21,11 +21,11 @@ class LaunchConfig:
     max_registers: int | None = None
     runs: int = 1  # parts that the vocabulary is cut into
 
-    def merge_block(self, N: int) -> tuple[int, int]:
-        """Rows and runs that a program of the merge kernel takes at a time."""
-        BS = min(1 << (self.runs - 1).bit_length(), 1024)
-        BR = max(1, min(32, 1024 // BS, 1 << (N - 1).bit_length()))
-        return BR, BS
+
+def merge_block(runs: int, N: int) -> tuple[int, int]:
+    """Rows and runs that a program of the merge kernel takes at a time."""
+    BS = min(1 << (runs - 1).bit_length(), 1024)
+    return max(1, min(32, 1024 // BS, 1 << (N - 1).bit_length())), BS
 
 
 # Every configuration that launch_config chooses from; tests run them all. None spills with the epilogues it is for.
@@ -77,3 +77,20 @@ def launch_config(N: int, columns: int, D: int, chain: str, softcap: bool, sm_co
     else:
         name = "soft-cap" if softcap else "large"
     return with_runs(CONFIGS[name], N, columns, D, sm_count)
+
+
+@lru_cache(maxsize=4096)
+def logits_launch(outputs: int, columns: int, sm_count: int) -> tuple[int, int, int]:
+    """(warps, tiles a lane takes in a step, runs of columns) for `outputs` rows of logits that exist."""
+    warps, unroll = 4, 2
+    if outputs * columns < 2 * sm_count * 16 * 32 * warps * unroll:
+        warps, unroll = 2, 1  # few rows: small steps, so that there is one for every SM
+    steps = -(-columns // (16 * 32 * warps * unroll))
+    slots = 20 * sm_count // warps  # 96 registers
+    best, best_cost = 1, float("inf")
+    for runs in range(1, min(steps, -(-2 * slots // outputs)) + 1):
+        waves = -(-outputs * runs // slots)
+        cost = waves * (-(-steps // runs) + 1.0)  # to start and to store takes about a step
+        if cost < best_cost * 0.98:
+            best, best_cost = runs, cost
+    return warps, unroll, best
