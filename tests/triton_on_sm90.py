@@ -69,7 +69,7 @@ def fold() -> None:
 
 
 def logits() -> None:
-    N, V = 4, 5000
+    N, V = 4, 5008
     x, rows, target_ids = torch.zeros(N, V, dtype=torch.bfloat16), torch.zeros(N), torch.zeros(N, dtype=torch.int64)
     problem = LocalProblem(0, V, None, True)
     triton_logits.logits_forward(x, target_ids, rows, problem, launch=(4, 2, 2))
