@@ -1,0 +1,348 @@
+"""linear_logp beside the matrix products alone, torch and other libraries: time, memory, error.
+
+    python benchmarks/linear_logp.py --configs "4096,4096,151936;64,4096,151936" --json out/l.json --png out/l.png
+    python benchmarks/linear_logp.py --backends auto,triton --peers torch,compile,liger,quack,cce,verl
+
+A config is N,D,V. Times are medians over shuffled, interleaved rounds; ratios are medians of the ratios within a round:
+the forward to the product z = hidden @ weight.T alone (2 N D V operations, its output written), forward + backward to
+the four products z, z, dH, dW that it takes when nothing of size N * V is kept. Memory is the allocator's peak beyond
+the inputs, gradients included. All get the same inputs and one upstream gradient a row that bf16 holds exactly; who
+takes none (QuACK's loss is a scalar) gets all ones. The error is the largest of |logp - fp64's| over some rows. A
+backend or peer that is asked for and is not there is an error. It runs on the GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import vocabshard as vs
+
+CONFIGS = "4096,2048,131072;4096,4096,151936;4096,4096,37984;1024,2048,131072;64,4096,151936;1,4096,151936"
+BACKENDS = ("auto", "sm90", "triton", "cpu", "torch")
+PEERS = ("torch", "compile", "liger", "quack", "cce", "verl")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+FORWARD, BOTH = "forward", "forward + backward"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """logp(hidden, weight, target) -> [N] log-probs, or their sum where `scalar`."""
+
+    name: str
+    logp: Callable[[Tensor, Tensor, Tensor], Tensor]
+    package: str
+    scalar: bool = False
+
+
+def ours(backend: str, dtype: torch.dtype) -> Candidate:
+    if backend not in BACKENDS:
+        raise SystemExit(f"--backends takes {', '.join(BACKENDS)}; got {backend!r}")
+
+    def logp(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return vs.linear_logp(hidden, weight, target, backend=backend, validate=False)
+
+    few = torch.zeros(1, 8, device=DEVICE, dtype=dtype)
+    try:
+        logp(few, few, torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    except ValueError as error:
+        raise SystemExit(f"--backends asks for {backend}: {error}") from error
+    return Candidate(f"vocabshard {backend}", logp, "vocabshard")
+
+
+def _picked(logps: Tensor, target: Tensor) -> Tensor:
+    return logps.gather(1, target[:, None])[:, 0]
+
+
+def _torch_fp32(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _picked(torch.log_softmax(F.linear(hidden, weight).float(), -1), target)
+
+
+def _torch_plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return _picked(torch.log_softmax(F.linear(hidden, weight), -1), target)
+
+
+def peer(name: str) -> list[Candidate]:
+    """ImportError where its package is missing."""
+    if name == "torch":
+        return [
+            Candidate("torch", _torch_plain, "torch"),
+            Candidate("torch, fp32 log_softmax", _torch_fp32, "torch"),
+        ]
+    if name == "compile":
+        return [Candidate("torch.compile", torch.compile(_torch_fp32), "torch")]
+    if name == "liger":
+        liger = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+        return [Candidate("Liger scaled CE", lambda h, w, t: -liger.apply(h, w, t), "liger-kernel")]
+    if name == "quack":
+        quack = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+        return [Candidate("QuACK", lambda h, w, t: -quack(h, w, t, reduction="sum"), "quack-kernels", scalar=True)]
+    if name == "cce":
+        cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+        return [Candidate("CCE", lambda h, w, t: -cce(h, w, t, reduction="none"), "cut-cross-entropy")]
+    if name == "verl":
+        verl = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+        return [Candidate("verl", lambda h, w, t: verl(h, w, t, 1.0, "none")[0], "verl")]
+    raise SystemExit(f"--peers takes {', '.join(PEERS)}; got {name!r}")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """hidden [N, D], weight [V, D] of one dtype, logits of which are about N(0, 1); target [N]; upstream fp32 [N]."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    upstream: Tensor
+
+    @classmethod
+    def make(cls, n: int, d: int, v: int, dtype: torch.dtype) -> Inputs:
+        g = torch.Generator(DEVICE).manual_seed(0)
+        hidden = torch.randn(n, d, device=DEVICE, generator=g).to(dtype)
+        weight = torch.empty(v, d, device=DEVICE, dtype=dtype)
+        for rows in weight.split(16384):
+            rows.copy_(torch.randn(rows.shape, device=DEVICE, generator=g) * d**-0.5)
+        target = torch.randint(0, v, (n,), device=DEVICE, generator=g)
+        upstream = torch.randn(n, device=DEVICE, generator=g).bfloat16().float()
+        return cls(hidden, weight, target, upstream)
+
+
+def forward(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
+    def call() -> Any:
+        with torch.no_grad():
+            return candidate.logp(x.hidden, x.weight, x.target)
+
+    return call
+
+
+def both(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
+    hidden, weight = x.hidden.detach().requires_grad_(), x.weight.detach().requires_grad_()
+
+    def call() -> Any:
+        logp = candidate.logp(hidden, weight, x.target)
+        upstream = torch.ones_like(logp) if candidate.scalar else x.upstream.to(logp.dtype)
+        return torch.autograd.grad(logp, (hidden, weight), upstream)
+
+    return call
+
+
+def products(x: Inputs) -> dict[str, Callable[[], Any]]:
+    """The library's matrix products alone: what the times are held against."""
+    n, v = len(x.hidden), len(x.weight)
+    z = torch.empty(n, v, dtype=x.hidden.dtype, device=DEVICE)
+    grad_hidden, grad_weight = torch.empty_like(x.hidden), torch.empty_like(x.weight)
+
+    def one() -> None:
+        torch.mm(x.hidden, x.weight.t(), out=z)
+
+    def four() -> None:
+        one()
+        one()
+        torch.mm(z, x.weight, out=grad_hidden)
+        torch.mm(z.t(), x.hidden, out=grad_weight)
+
+    one()
+    return {FORWARD: one, BOTH: four}
+
+
+def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Times of each call by round; within a round the order is shuffled and the host runs ahead of the GPU."""
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        random.shuffle(names)
+        if not GPU:
+            for name in names:
+                begin = time.perf_counter()
+                calls[name]()
+                times[name].append(1e3 * (time.perf_counter() - begin))
+            continue
+        events = {name: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for name in names}
+        torch.cuda._sleep(2_000_000)
+        for name in names:
+            events[name][0].record()
+            calls[name]()
+            events[name][1].record()
+        torch.cuda.synchronize()
+        for name, (a, b) in events.items():
+            times[name].append(a.elapsed_time(b))
+    return times
+
+
+def peak_megabytes(call: Callable[[], Any]) -> float | None:
+    """Beyond what is there before; None on the CPU, whose allocator doesn't count."""
+    call()
+    if not GPU:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = call()
+    torch.cuda.synchronize()
+    del kept
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def exact_logp(x: Inputs, rows: Tensor) -> Tensor:
+    """fp64 log-probs of some rows, the vocabulary in pieces."""
+    hidden, lses = x.hidden[rows].double(), []
+    for weight in x.weight.split(16384):
+        lses.append(torch.logsumexp(hidden @ weight.double().t(), 1))
+    return (hidden * x.weight[x.target[rows]].double()).sum(1) - torch.logsumexp(torch.stack(lses), 0)
+
+
+def largest_error(candidate: Candidate, x: Inputs, rows: Tensor, exact: Tensor) -> float:
+    with torch.no_grad():
+        if candidate.scalar:  # of the sum, a row
+            got = candidate.logp(x.hidden[rows], x.weight, x.target[rows]).double()
+            return float((got - exact.sum()).abs()) / len(rows)
+        return float((candidate.logp(x.hidden, x.weight, x.target).double()[rows] - exact).abs().max())
+
+
+def measure(candidates: list[Candidate], x: Inputs, rounds: int) -> dict[str, dict[str, Any]]:
+    report: dict[str, dict[str, Any]] = {}
+    for what, make in ((FORWARD, forward), (BOTH, both)):
+        calls = {}
+        for c in candidates:
+            entry = report.setdefault(c.name, {})
+            try:
+                call = make(c, x)
+                call()  # compiles, tunes
+                entry[f"{what} MB"] = peak_megabytes(call)
+                calls[c.name] = call
+            except (NotImplementedError, RuntimeError, AssertionError, torch.OutOfMemoryError) as error:
+                entry[f"{what} failed"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+        floor = products(x)[what]
+        times = milliseconds({"product": floor, **calls}, rounds)
+        report.setdefault("product", {})[f"{what} ms"] = statistics.median(times["product"])
+        for name in calls:
+            report[name][f"{what} ms"] = statistics.median(times[name])
+            pairs = zip(times[name], times["product"], strict=True)
+            report[name][f"{what} ratio"] = statistics.median(a / b for a, b in pairs)
+        if GPU:
+            torch.cuda.empty_cache()
+    n = len(x.hidden)
+    rows = torch.linspace(0, n - 1, min(n, 64), device=DEVICE).long()
+    exact = exact_logp(x, rows)
+    for c in candidates:
+        if f"{FORWARD} ms" in report[c.name]:
+            report[c.name]["error"] = largest_error(c, x, rows, exact)
+    return report
+
+
+def environment(candidates: list[Candidate], dtype: str) -> dict[str, Any]:
+    found = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    packages = {c.package for c in candidates} | {"torch", "triton"}
+    versions = {}
+    for package in sorted(packages):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "device": torch.cuda.get_device_name() if GPU else "cpu",
+        "cuda": torch.version.cuda,
+        "dtype": {"hidden": dtype, "weight": dtype, "upstream": "fp32 holding bf16 values", "logp": "fp32"},
+        "versions": versions,
+        "commit": found.stdout.strip() or "unknown",
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    configs = report["configs"]
+    names = [name for name in next(iter(configs.values())) if name != "product"]
+    panels = [(what, unit) for what in (FORWARD, BOTH) for unit in ("ratio", "MB")]
+    figure, axes = pyplot.subplots(2, 2, figsize=(15, 9))
+    width = 0.8 / len(names)
+    for axis, (what, unit) in zip(axes.flat, panels, strict=True):
+        for i, name in enumerate(names):
+            heights = [entry.get(name, {}).get(f"{what} {unit}") or 0.0 for entry in configs.values()]
+            axis.bar([j + i * width for j in range(len(configs))], heights, width, label=name)
+        axis.set_xticks([j + 0.4 for j in range(len(configs))], list(configs), fontsize=8)
+        if unit == "ratio":
+            axis.axhline(1, color="black", linewidth=0.8)
+            axis.set_title(f"{what}: time, in matrix products alone")
+        else:
+            axis.set_title(f"{what}: peak MB beyond the inputs")
+            axis.set_yscale("symlog", linthresh=1)
+    axes[0][0].legend(fontsize=8)
+    environment = report["environment"]
+    figure.suptitle(f"linear_logp, N x D x V, {environment['dtype']['hidden']}, {environment['device']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def line(name: str, entry: dict[str, Any]) -> str:
+    cells = []
+    for what, short in ((FORWARD, "fwd"), (BOTH, "f+b")):
+        if f"{what} ms" in entry:
+            ratio = f" {entry[f'{what} ratio']:.3f}x" if f"{what} ratio" in entry else ""
+            memory = entry.get(f"{what} MB")
+            cells.append(f"{short} {entry[f'{what} ms']:.3f} ms{ratio}" + (f" {memory:.0f} MB" if memory else ""))
+        elif f"{what} failed" in entry:
+            cells.append(f"{short} {entry[f'{what} failed'].splitlines()[0][:70]}")
+    error = f"error {entry['error']:.1e}" if "error" in entry else ""
+    return f"  {name:26} " + "  ".join([*cells, error])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", default=CONFIGS, help="N,D,V;N,D,V;...")
+    parser.add_argument("--backends", default="auto", help=f"ours, from {','.join(BACKENDS)}")
+    parser.add_argument("--peers", default="torch", help=f"from {','.join(PEERS)}")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    args = parser.parse_args()
+    candidates = [ours(backend, DTYPES[args.dtype]) for backend in filter(None, args.backends.split(","))]
+    for name in filter(None, args.peers.split(",")):
+        try:
+            candidates += peer(name)
+        except ImportError as error:
+            raise SystemExit(f"--peers asks for {name}, which cannot be imported: {error}") from error
+    report: dict[str, Any] = {"environment": environment(candidates, args.dtype), "configs": {}}
+    for config in args.configs.split(";"):
+        n, d, v = map(int, config.split(","))
+        x = Inputs.make(n, d, v, DTYPES[args.dtype])
+        entry = report["configs"][f"{n} x {d} x {v}"] = measure(candidates, x, args.rounds)
+        print(f"{n} x {d} x {v}")
+        for name, values in entry.items():
+            print(line(name, values), flush=True)
+        del x
+    for path in filter(None, (args.json, args.png)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.png:
+        draw(report, args.png)
+
+
+if __name__ == "__main__":
+    main()
