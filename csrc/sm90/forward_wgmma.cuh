@@ -17,8 +17,11 @@ namespace vocabshard::sm90 {
 
 constexpr int kWarpgroup = 128;
 constexpr int kForwardThreads = 3 * kWarpgroup;
-// Of the 168 a thread the kernel starts with: 128 * 48 + 256 * 232 = 65536.
-constexpr int kProducerRegisters = 48, kConsumerRegisters = 232;
+// A CTA's pool is what it starts with, 168 a thread, not the multiprocessor's 65536 registers: 128 * 40 + 256 * 232 =
+// 384 * 168. With one more step of 8 the second consumer would wait for ever in registers_raise.
+constexpr int kStartRegisters = 65536 / kForwardThreads / 8 * 8;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * kStartRegisters, "the consumers would hang");
 // A consumer reads its tile's entry before it gives back the tile's first stage, so the producer is at most kStages
 // tiles ahead of it.
 constexpr int kTileRing = 8;
