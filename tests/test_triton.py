@@ -325,9 +325,12 @@ def test_the_operator_through_triton() -> None:
     for name in ("logp", "lse", "entropy", "logits"):
         assert_same_bytes(getattr(got, name).cpu(), getattr(want, name), name)
     assert got.provenance.backend == "triton" and got.provenance.projection_id == "fma-chain"
-    logp = vs.linear_logp(hidden.requires_grad_(), weight, target, backend="triton", validate=False)
-    with pytest.raises(NotImplementedError, match="no backward"):
-        logp.sum().backward()
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    vs.linear_logp(h, w, target, backend="triton", validate=False).nansum().backward()
+    h2, w2 = (x.detach().cpu().clone().requires_grad_() for x in (hidden, weight))
+    vs.linear_logp(h2, w2, target.cpu(), backend="cpu", validate=False).nansum().backward()
+    torch.testing.assert_close(h.grad.cpu(), h2.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad.cpu(), w2.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_configurations_fit_their_shapes() -> None:

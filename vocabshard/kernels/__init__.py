@@ -57,8 +57,9 @@ def select_backend(backend: str, device: torch.device, dtype: torch.dtype, given
         if missing:
             raise ValueError(f'backend="triton" does not serve tensors on {device.type!r}: {missing}')
         choice = _triton(device, dtype, given_logits)
-        if backend == "auto" and not choice.reason and device.type == "cuda":
-            choice = replace(choice, reason=f"sm90 was not taken: {no_sm90}")
+        if backend == "auto" and device.type == "cuda":
+            reasons = [f"sm90 was not taken: {no_sm90}", choice.reason]
+            choice = replace(choice, reason="; ".join(r for r in reasons if r))
         return choice
     if backend == "auto":
         why = missing or 'ROCm is served by an explicit backend="triton" alone'
