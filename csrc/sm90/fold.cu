@@ -1,8 +1,10 @@
 // [ranks, words, rows] records, merged in ascending order of ranks, to the results of a row: a thread a row.
+#include <stdexcept>
+#include <string>
+
 #include "contract.h"
 #include "sm90/check.h"
 #include "sm90/launch.h"
-#include "sm90/ptx.h"
 
 namespace vocabshard::sm90 {
 
@@ -13,7 +15,6 @@ constexpr int kThreads = 128;
 template <bool kEntropy>
 __global__ void __launch_bounds__(kThreads) fold(const FoldCall call) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  ptx::grid_wait();
   if (row >= call.rows) return;
   constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
   Partial p = partial_identity();
@@ -38,7 +39,12 @@ __global__ void __launch_bounds__(kThreads) fold(const FoldCall call) {
 
 void launch_fold(const FoldCall& call, cudaStream_t stream) {
   if (call.rows == 0) return;
-  launch_behind(call.entropy ? fold<true> : fold<false>, (call.rows + kThreads - 1) / kThreads, kThreads, stream, call);
+  const unsigned blocks = static_cast<unsigned>((call.rows + kThreads - 1) / kThreads);
+  if (call.entropy)
+    fold<true><<<blocks, kThreads, 0, stream>>>(call);
+  else
+    fold<false><<<blocks, kThreads, 0, stream>>>(call);
+  check_launch("fold");
 }
 
 }  // namespace vocabshard::sm90

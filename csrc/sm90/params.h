@@ -28,21 +28,22 @@ struct RowWork {
   int64_t logits_stride;  // elements a row
 };
 
+// Rows in shared memory of one block of M, and columns: see forward_wgmma.cuh.
 constexpr int kDepth = 64;  // elements of k a stage holds: 128 bytes, the swizzle's width
+constexpr int kStages = 5;
 
 struct alignas(128) WgmmaParams {
-  CUtensorMap hidden;  // {D, N}, box {64, a block of rows, or half of it where the CTAs of a cluster share rows}
-  CUtensorMap tile;    // whole groups of 64 columns permuted, box of a whole tile; not used where columns are shared
-  CUtensorMap group;   // the same, box of one group, or half of it where columns are shared
-  CUtensorMap tail;    // {D, V_local} as it lies, box of one group or half: for the last V_local mod 64 columns
+  CUtensorMap hidden;  // {D, N}, box {64, half a block of rows}
+  CUtensorMap tile;    // whole groups of 64 columns permuted, box of a whole tile
+  CUtensorMap group;   // the same, box of one group
+  CUtensorMap tail;    // {D, V_local} as it lies, box {64, 64}: for the last V_local mod 64 columns
   RowWork work;
   Schedule schedule;
   int32_t k_blocks;      // ceil(D / 64)
   int32_t whole_groups;  // V_local / 64
   float* target_y;       // [rows]: written where the target is a valid column here
-  int64_t* partials;     // [clusters][2 CTAs][places of the schedule][record words][rows of a block]
+  char* lanes;  // the lanes' partials: [clusters][2 CTAs][2 consumers][most_m][4 warps][row groups][parts][32 lanes] 16
+                // bytes
 };
-
-VS_SCHEDULE int32_t places(const Schedule& s) { return s.units == 1 ? 1 : kPlaces; }
 
 }  // namespace vocabshard::sm90

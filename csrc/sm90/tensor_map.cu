@@ -51,11 +51,11 @@ CUtensorMap map_rows(const void* base, bool half_precision, int64_t rows, int64_
 }
 
 CUtensorMap map_groups(const void* base, bool half_precision, int64_t groups, int64_t depth, int64_t row_stride,
-                       int box_groups, bool half_group) {
+                       int box_groups) {
   const cuuint64_t row = 2 * row_stride;
   return encode<5>(base, half_precision, {static_cast<cuuint64_t>(depth), 2, 4, 8, static_cast<cuuint64_t>(groups)},
                    {row, 16 * row, 2 * row, 64 * row},
-                   {static_cast<cuuint32_t>(kDepth), 2, 4, half_group ? 4u : 8u, static_cast<cuuint32_t>(box_groups)});
+                   {static_cast<cuuint32_t>(kDepth), 2, 4, 8, static_cast<cuuint32_t>(box_groups)});
 }
 
 }  // namespace vocabshard::sm90

@@ -12,8 +12,8 @@ CUtensorMap map_rows(const void* base, bool half_precision, int64_t rows, int64_
                      int box_rows);
 
 // The whole groups of 64 rows of the same, in the order of an accumulator: row 8 i + 2 q + e of a group is
-// row 16 q + 2 i + e of the matrix. box_groups groups at a time, or with half_group half of each (four i).
+// row 16 q + 2 i + e of the matrix. box_groups groups at a time.
 CUtensorMap map_groups(const void* base, bool half_precision, int64_t groups, int64_t depth, int64_t row_stride,
-                       int box_groups, bool half_group);
+                       int box_groups);
 
 }  // namespace vocabshard::sm90
