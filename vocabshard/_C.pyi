@@ -1,7 +1,7 @@
 """The compiled kernels. Pointers are integers (tensor.data_ptr()), 0 for an absent one; strides count elements."""
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 F32: int
 BF16: int
@@ -177,30 +177,3 @@ def sm90_fold(
     stream: int,
 ) -> None:
     """Folds [ranks, words, rows] records in ascending order of ranks."""
-
-class LogitsUpstream:
-    """Upstream gradients of logp, lse and entropy: pointers (0: none) and strides."""
-
-    @overload
-    def __init__(self) -> None: ...
-    @overload
-    def __init__(
-        self,
-        logp: int,
-        logp_stride: int,
-        lse: int,
-        lse_stride: int,
-        entropy: int,
-        entropy_stride: int,
-        ignore_index: int,
-        real_vocab_size: int,
-    ) -> None: ...
-
-def cuda_logits_workspace(device: int) -> tuple[int, int]:
-    """Bytes of workspace, and how many of them, the first, are zero before the first launch."""
-
-def cuda_logits_forward(*args: int | float | bool) -> None:
-    """Records, or folded rows; see csrc/sm90/bindings_logits.cpp for the arguments."""
-
-def cuda_logits_backward(*args: int | float | RowGradients | LogitsUpstream) -> None:
-    """Writes all of grad_logits; see csrc/sm90/bindings_logits.cpp for the arguments."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vocabshard.dist.fold import fold
 from vocabshard.dist.gather import gather_tensors, sum_over_group
-from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows, Upstream
+from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.partials import FoldedRows
 
 
@@ -33,18 +33,6 @@ class Call:
         """Gathers this rank's records and folds them; every rank ends with the same rows."""
         gathered = gather_tensors(records, self.group)
         return fold(self.backend, gathered, target_ids, self.ignore_index, self.real_vocab_size, self.invalid)
-
-    def fold_logits(
-        self, logits: Tensor, target_ids: Tensor, inv_temperature: float | Tensor | None, rows: Tensor | None
-    ) -> FoldedRows:
-        """From logits to folded rows: in one launch where there is no group and the kernels have it."""
-        if self.group is None and hasattr(self.kernel, "logits_rows"):
-            return self.kernel.logits_rows(
-                logits, target_ids, inv_temperature, self.problem, rows,
-                self.ignore_index, self.real_vocab_size, self.invalid,
-            )  # fmt: skip
-        records = self.kernel.logits_forward(logits, target_ids, inv_temperature, self.problem, rows)
-        return self.fold_records(records, target_ids)
 
     def row_grads(
         self, target_ids: Tensor, logp: Tensor | None, lse: Tensor | None, entropy: Tensor | None
@@ -126,7 +114,8 @@ class LogitsLogp(torch.autograd.Function):
         rows: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        folded = call.fold_logits(logits, target_ids, inv_temperature, rows)
+        records = call.kernel.logits_forward(logits, target_ids, inv_temperature, call.problem, rows)
+        folded = call.fold_records(records, target_ids)
         ctx.call = call
         ctx.set_materialize_grads(False)
         per_row = inv_temperature if isinstance(inv_temperature, Tensor) else None
@@ -158,16 +147,16 @@ class LogitsLogp(torch.autograd.Function):
                     "operation, or by an earlier backward); use inplace_backward=False to run backward twice"
                 )
         out = logits.detach() if call.inplace_backward else torch.empty_like(logits)
-        scale = ctx.inv_temperature if per_row is None else per_row
-        saved = SavedRows(lse2_int, lse2_frac, entropy)
-        if hasattr(call.kernel, "logits_backward_upstream"):
-            call.kernel.logits_backward_upstream(
-                logits, target_ids, scale, call.problem, saved, Upstream(*upstream[:3]), out, rows,
-                call.ignore_index, call.real_vocab_size,
-            )  # fmt: skip
-        else:
-            grads = call.row_grads(target_ids, *upstream[:3])
-            call.kernel.logits_backward(logits, target_ids, scale, call.problem, saved, grads, out, rows)
+        call.kernel.logits_backward(
+            logits,
+            target_ids,
+            ctx.inv_temperature if per_row is None else per_row,
+            call.problem,
+            SavedRows(lse2_int, lse2_frac, entropy),
+            call.row_grads(target_ids, *upstream[:3]),
+            out,
+            rows,
+        )
         if call.inplace_backward:
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None
