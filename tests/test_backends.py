@@ -31,7 +31,10 @@ def test_hopper_takes_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (choice.backend, choice.projection) == ("sm90", "hopper-k16")
         assert choice.contract_bearing and not choice.reason
     assert kernels.select_backend("sm90", CUDA, torch.float32).projection == "fma-chain"
-    assert kernels.select_backend("sm90", CUDA, BF16, True).projection == "given-logits"
+    with pytest.raises(ValueError, match="logits that exist take Triton"):
+        kernels.select_backend("sm90", CUDA, BF16, True)
+    choice = kernels.select_backend("auto", CUDA, BF16, True)
+    assert (choice.backend, choice.projection, choice.reason) == ("triton", "given-logits", "")
 
 
 def test_a_build_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,18 +46,18 @@ def select_backend(backend: str, device: torch.device, dtype: torch.dtype, given
         return Choice("torch", LIBRARY, False, 'backend="torch" is ordinary F.linear and log_softmax')
     if device.type == "cpu" and backend in ("auto", "cpu"):
         return Choice("cpu", GIVEN_LOGITS if given_logits else FMA_CHAIN, True, "")
-    no_sm90 = _sm90_missing(device)
+    no_sm90 = "it serves linear_logp; logits that exist take Triton" if given_logits else _sm90_missing(device)
     if backend == "sm90" or (backend == "auto" and not no_sm90):
         if no_sm90:
             raise ValueError(f'backend="sm90" does not serve tensors on {device.type!r}: {no_sm90}')
-        projection = GIVEN_LOGITS if given_logits else FMA_CHAIN if dtype == torch.float32 else HOPPER_K16
+        projection = FMA_CHAIN if dtype == torch.float32 else HOPPER_K16
         return Choice("sm90", projection, True, "")
     missing = _triton_missing(device)
     if backend == "triton" or (backend == "auto" and not missing and torch.version.hip is None):
         if missing:
             raise ValueError(f'backend="triton" does not serve tensors on {device.type!r}: {missing}')
         choice = _triton(device, dtype, given_logits)
-        if backend == "auto" and device.type == "cuda":
+        if backend == "auto" and device.type == "cuda" and not given_logits:
             reasons = [f"sm90 was not taken: {no_sm90}", choice.reason]
             choice = replace(choice, reason="; ".join(r for r in reasons if r))
         return choice

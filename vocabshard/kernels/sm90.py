@@ -7,10 +7,6 @@ is a pure function of shape and strides and never changes a byte.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -115,18 +111,4 @@ def forward(
     return records, logits
 
 
-def _logits_kernels() -> ModuleType:
-    return importlib.import_module("vocabshard.kernels.cuda_logits")
-
-
-def logits_forward(*args: Any, **options: Any) -> Tensor:
-    """See vocabshard/kernels/cuda_logits.py."""
-    return _logits_kernels().logits_forward(*args, **options)
-
-
-def logits_backward(*args: Any, **options: Any) -> None:
-    """See vocabshard/kernels/cuda_logits.py."""
-    _logits_kernels().logits_backward(*args, **options)
-
-
-__all__ = ["backward", "forward", "logits_backward", "logits_forward"]
+__all__ = ["backward", "forward"]
