@@ -495,14 +495,14 @@ def test_gradients_of_logits_equal_the_cpu(dtype: torch.dtype) -> None:
     scale = normal(40, seed=4, dtype=F32).abs() + 0.5
     for entropy in (False, True):
         problem = LocalProblem(0, 5001, None, entropy)
-        records = triton_logits.logits_forward(logits, target, scale, problem)
-        folded = triton_fold.fold(records[None], target, -100, 5001, "nan")
         gs = [normal(40, seed=i, dtype=F32) for i in (1, 2, 3)]
         for g in gs:
             g[9] = 0
         grads = RowGrads(gs[0], gs[1], gs[2] if entropy else None)
-        saved = SavedRows(folded.lse2_int, folded.lse2_frac, folded.entropy)
         for rows in (None, torch.arange(39, -1, -1, device="cuda") // 2):
+            records = triton_logits.logits_forward(logits, target, scale, problem, rows)
+            folded = triton_fold.fold(records[None], target, -100, 5001, "nan")
+            saved = SavedRows(folded.lse2_int, folded.lse2_frac, folded.entropy)
             got = torch.full_like(logits, 7.0)
             triton_logits.logits_backward(logits, target, scale, problem, saved, grads, got, rows)
             want = torch.full_like(logits.cpu(), 7.0)
