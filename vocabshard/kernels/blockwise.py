@@ -60,7 +60,9 @@ def backward(
     grad_weight = torch.zeros_like(weight) if needs.weight else None
     grad_bias = torch.zeros_like(bias) if needs.bias and bias is not None else None
     rows_step = min(ROWS, max(n, 1))
-    columns_step = max(16, SCRATCH_ELEMENTS // rows_step // 16 * 16)
+    columns_step = max(
+        16, SCRATCH_ELEMENTS // max(rows_step, d) // 16 * 16
+    )  # the logits', and grad_weight's, fp32 block
     for v in range(0, problem.valid, columns_step):
         columns = slice(v, min(v + columns_step, problem.valid))
         width = columns.stop - v
