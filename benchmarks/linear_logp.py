@@ -284,7 +284,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         for i, name in enumerate(names):
             heights = [entry.get(name, {}).get(f"{what} {unit}") or 0.0 for entry in configs.values()]
             axis.bar([j + i * width for j in range(len(configs))], heights, width, label=name)
-        axis.set_xticks([j + 0.4 for j in range(len(configs))], list(configs), fontsize=8)
+        axis.set_xticks([j + 0.4 for j in range(len(configs))], [c.replace(" x ", "\n") for c in configs], fontsize=8)
         if unit == "ratio":
             axis.axhline(1, color="black", linewidth=0.8)
             axis.set_title(f"{what}: time, in matrix products alone")

@@ -157,6 +157,17 @@ def test_chunks_permutations_compaction() -> None:
     assert_same_bytes(vs.batch_invariant_logp(logits[active], target[active]), want[active])
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_vocabulary_of_padding_alone(backend: str) -> None:
+    logits = torch.randn(3, 20).requires_grad_()
+    out = vs.vocab_parallel_logp(
+        logits, torch.full((3,), -100), real_vocab_size=0, return_entropy=True, backend=backend
+    )
+    assert torch.isneginf(out.lse).all() and (out.logp == 0).all() and (out.entropy == 0).all()
+    out.logp.sum().backward()
+    assert (logits.grad == 0).all()
+
+
 def test_strict_refuses_the_torch_backend() -> None:
     logits, target = logits_and_targets(3, 20)
     out = vs.vocab_parallel_logp(logits, target, strict=True)

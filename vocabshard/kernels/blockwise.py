@@ -51,9 +51,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The kernel interface's backward (vocabshard/kernels/problem.py)."""
     n, d = hidden.shape
-    active = (grads.target != 0) | (grads.softmax != 0)
-    if grads.entropy is not None:
-        active = active | (grads.entropy != 0)
+    active = active_rows(grads)
     # rows that count for nothing must not reach grad_weight, whatever they hold
     hidden = torch.where(active[:, None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device))
     grad_hidden = hidden.new_zeros(n, d, dtype=torch.float32) if needs.hidden else None
@@ -74,7 +72,7 @@ def backward(
             if bias is not None:
                 z += bias[columns].float()
             scale = inv_temperature[rows, None] if isinstance(inv_temperature, Tensor) else inv_temperature
-            dz = _dlogits(z, scale, problem, v, rows, target_ids, saved, grads, active)
+            dz = dlogits(z, scale, problem, v, rows, target_ids, saved, grads, active)
             if bias_sum is not None:
                 bias_sum += dz.sum(0)
             dz = dz.to(hidden.dtype)
@@ -89,6 +87,12 @@ def backward(
     return grad_hidden, grad_weight, grad_bias
 
 
+def active_rows(grads: RowGrads) -> Tensor:
+    """bool [N]: rows with any upstream gradient."""
+    active = (grads.target != 0) | (grads.softmax != 0)
+    return active if grads.entropy is None else active | (grads.entropy != 0)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32, half-precision operands multiplied on the tensor cores where torch can keep the accumulator."""
     if a.dtype == torch.float32:
@@ -98,7 +102,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _dlogits(
+def dlogits(
     z: Tensor,
     scale: float | Tensor | None,
     problem: LocalProblem,

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vocabshard.contract import LOG2E
-from vocabshard.kernels.blockwise import without_autocast
-from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.blockwise import active_rows, backward, dlogits, without_autocast
+from vocabshard.kernels.problem import LocalProblem, RowGrads, SavedRows
 
 F64 = torch.float64
 
@@ -82,65 +81,6 @@ def logits_forward(
     return _records(_scaled(chosen.float(), inv_temperature), target_ids, problem)
 
 
-def _dlogits(
-    y: Tensor,
-    target_ids: Tensor,
-    inv_temperature: float | Tensor | None,
-    problem: LocalProblem,
-    saved: SavedRows,
-    grads: RowGrads,
-) -> Tensor:
-    """Gradient of the scaled logits' pre-image (before temperature), fp32 [N, valid]."""
-    lse2 = saved.lse2_int.to(F64) + saved.lse2_frac.to(F64)
-    log_p = (y.to(F64) - (lse2 / LOG2E)[:, None]).float()
-    p = torch.where(torch.isneginf(y), 0.0, log_p.exp())
-    inner = grads.softmax[:, None]
-    if grads.entropy is not None and saved.entropy is not None:
-        inner = inner - grads.entropy[:, None] * (log_p + saved.entropy[:, None])
-    dy = torch.where(torch.isneginf(y), 0.0, p * inner)
-    local = target_ids - problem.vocab_start
-    here = (local >= 0) & (local < problem.valid)
-    if problem.valid:
-        index = torch.where(here, local, 0)[:, None]
-        masked = torch.isneginf(y.gather(1, index)[:, 0])
-        dy.scatter_add_(1, index, torch.where(here & ~masked, grads.target, 0.0)[:, None])
-    active = _active(grads)
-    dy = torch.where(torch.isnan(saved.lse2_frac)[:, None], float("nan"), dy)
-    return torch.where(active[:, None], _scaled(dy, inv_temperature), 0.0)
-
-
-def _active(grads: RowGrads) -> Tensor:
-    active = (grads.target != 0) | (grads.softmax != 0)
-    return active if grads.entropy is None else active | (grads.entropy != 0)
-
-
-@without_autocast
-def backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target_ids: Tensor,
-    inv_temperature: float | Tensor | None,
-    problem: LocalProblem,
-    saved: SavedRows,
-    grads: RowGrads,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    active = _active(grads)[:, None]
-    hidden = torch.where(active, hidden, 0.0)  # a NaN in a row that counts for nothing must not reach grad_weight
-    z = _logits(hidden, weight, bias, problem)
-    dz = _dlogits(_scaled(z, inv_temperature), target_ids, inv_temperature, problem, saved, grads)
-    if problem.softcap is not None:
-        dz = torch.where(torch.isfinite(z), dz * (1 - (z / problem.softcap) ** 2), dz)
-    padding = weight.shape[0] - problem.valid
-    grad_hidden = dz @ weight[: problem.valid].float() if needs.hidden else None
-    grad_weight = F.pad(dz.t() @ hidden.float(), (0, 0, 0, padding)).to(weight.dtype) if needs.weight else None
-    grad_bias = None
-    if needs.bias and bias is not None:
-        grad_bias = F.pad(dz.sum(0), (0, padding)).to(bias.dtype)
-    return grad_hidden, grad_weight, grad_bias
-
-
 def logits_backward(
     logits: Tensor,
     target_ids: Tensor,
@@ -151,8 +91,13 @@ def logits_backward(
     out: Tensor,
     rows: Tensor | None = None,
 ) -> None:
+    if problem.valid == 0:
+        out.zero_()
+        return
     chosen = logits[:, : problem.valid] if rows is None else logits[rows, : problem.valid]
-    dz = _dlogits(_scaled(chosen.float(), inv_temperature), target_ids, inv_temperature, problem, saved, grads)
+    scale = inv_temperature[:, None] if isinstance(inv_temperature, Tensor) else inv_temperature
+    every = slice(0, chosen.shape[0])
+    dz = dlogits(chosen.float(), scale, problem, 0, every, target_ids, saved, grads, active_rows(grads))
     if rows is None:
         out[:, : problem.valid] = dz
         out[:, problem.valid :] = 0
