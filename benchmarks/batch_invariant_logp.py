@@ -320,7 +320,7 @@ def draw(report: dict[str, dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="torch", help=f"from {','.join(PEERS)}; missing ones are errors")
-    parser.add_argument("--shapes", default="", help="N x V, as 4096x32768,8192x128256; default: the five of the issue")
+    parser.add_argument("--shapes", default="", help="N x V, as 4096x32768,8192x128256; default: five with N >= 4096")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, default=Path("out/batch_invariant_logp.json"))
     parser.add_argument("--png", type=Path)

@@ -183,8 +183,9 @@ BAD_TEXTS = {
 }
 
 BAD_OPTIONS = {
-    "--tp 0": "--tp: expected 1 or more, got 0",
-    "--tp -2": "--tp: expected 1 or more, got -2",
+    "--tp 0": "--tp: expected 1 to 64 ranks, got 0",
+    "--tp 200": "--tp: expected 1 to 64 ranks, got 200",
+    "--tp -2": "--tp: expected 1 to 64 ranks, got -2",
     "--tp two": "argument --tp: invalid int value: 'two'",
     "--sizes 1280,1264": "add up to the head's 2560 rows, or 2251 without the padding, got 1280,1264 = 2544",
     "--sizes 2576,-16": "expected sizes of 0 or more",
@@ -293,7 +294,7 @@ def test_nothing_to_score(model, tmp_path, out, capsys):
 
 def test_missing_extra(text, out, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert_refused(capsys, score(TINY, text, out), out, "pip install vocabshard[score]")
+    assert_refused(capsys, score(TINY, text, out), out, "pip install 'vocabshard[score]'")
 
 
 def test_no_arguments_and_help(capsys):

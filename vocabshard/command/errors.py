@@ -29,4 +29,4 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise InputError(f"this command needs {name} ({first_line(error)}): pip install vocabshard[score]") from error
+        raise InputError(f"this command needs {name} ({first_line(error)}): pip install 'vocabshard[score]'") from error

@@ -34,6 +34,9 @@ class Job:
     quiet: bool
 
 
+MOST_RANKS = 64  # all on this machine, each a process that holds torch
+
+
 def choose_tp(args: argparse.Namespace, world_size: int | None) -> int:
     """The number of shards that --tp, --sizes and torchrun (`world_size`, if it runs us) agree on."""
     stated = {"--tp": args.tp, "--sizes": args.sizes and len(args.sizes), "torchrun": world_size}
@@ -43,8 +46,8 @@ def choose_tp(args: argparse.Namespace, world_size: int | None) -> int:
             "expected one number of ranks, got " + ", ".join(f"{count} by {name}" for name, count in given.items())
         )
     tp = next(iter(given.values()), 1)
-    if tp < 1:
-        raise InputError(f"--tp: expected 1 or more, got {tp}")
+    if not 1 <= tp <= MOST_RANKS:
+        raise InputError(f"--tp: expected 1 to {MOST_RANKS} ranks, got {tp}")
     return tp
 
 
