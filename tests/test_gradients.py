@@ -269,3 +269,27 @@ def test_a_row_of_grad_hidden_does_not_depend_on_the_batch() -> None:
             rows = slice(start, start + size)
             part = ours(hidden[rows], weight, bias, target[rows], tuple(g[rows] for g in gs))[0]
             assert_same_bytes(part, whole[rows])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 5.0}])
+def test_block_wise_gradients_do_not_depend_on_the_blocks(options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of backends without a kernel of their own, in many blocks, against the CPU kernels'."""
+    from vocabshard.kernels import blockwise, cpu
+
+    hidden, weight, bias, target = problem(33, 24, 500)
+    args = (hidden, weight, bias, target, upstream(33))
+    want = ours(*args, **options)
+    monkeypatch.setattr(cpu, "backward", blockwise.backward)
+    monkeypatch.setattr(blockwise, "SCRATCH_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(blockwise, "ROWS", 20)
+    for got, w in zip(ours(*args, **options), want, strict=True):
+        assert (got - w).norm() < 1e-6 * w.norm()
+
+
+def test_block_wise_scratch_is_bounded() -> None:
+    from vocabshard.kernels.blockwise import SCRATCH_ELEMENTS, block
+
+    for n in (1, 64, 4096, 10**6):
+        for d in (1, 128, 4096, 16384):
+            rows, columns = block(n, d)
+            assert rows * columns <= SCRATCH_ELEMENTS and d * columns <= SCRATCH_ELEMENTS and columns % 16 == 0

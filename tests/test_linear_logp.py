@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -310,7 +309,7 @@ def test_special_values_stay_in_their_row(backend: str) -> None:
     assert torch.isneginf(out.lse).all() and torch.isneginf(out.logp).all() and (out.entropy == 0).all()
 
 
-def test_torch_backend_agrees_in_value(subtests: Callable | None = None) -> None:
+def test_torch_backend_agrees_in_value() -> None:
     hidden, weight, target = problem(33, 16, 333)
     bias = torch.randn(333)
     for options in ({}, {"temperature": 0.7}, {"softcap": 5.0}, {"real_vocab_size": 320}):

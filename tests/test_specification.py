@@ -157,9 +157,7 @@ def test_near_tie_chains_in_every_order_and_split() -> None:
             assert_same_bytes(compiled(y, target, False, list(order), splits), want, f"{order} {splits}")
     for rise in (1, 7, 31, 64, 100):
         assert_same_bytes(specification.partials(y, target, False, K_rise=rise), want, f"K + {rise}")
-    # the three rows differ only in what a subnormal, a flush or a clamp would do: none may reach a kept bit
-    for i in (1, 2):
-        assert_same_bytes(want[2:, i], want[2:, 0], "counters of J-1 and J-2") if i == 2 else None
+    assert_same_bytes(want[2:, 2], want[2:, 0], "counters of J-1 and J-2: -89 counts for no more than -200")
 
 
 def test_any_allowed_K_gives_the_same_counters() -> None:

@@ -325,19 +325,19 @@ def test_shards_must_agree(ranks: Ranks) -> None:
         hidden, weight, target, tp_group=dist.new_group(), global_vocab_size=V))  # fmt: skip
     zeros = torch.zeros(16, D, device=ranks.device)  # constant shards are not taken for a full weight
     vs.linear_logp(hidden, zeros, target % (16 * size), tp_group=dist.new_group())
-    on_all_ranks(ranks, "do not agree on D", lambda: vs.linear_logp(
-        torch.ones(3, 5 + rank), torch.ones(16, 5 + rank), torch.zeros(3, dtype=torch.int64), validate=False,
-        tp_group=dist.new_group()) if ranks.device.type == "cpu" else _raise("do not agree on D"))  # fmt: skip
+    wide = [torch.ones(n, 5 + rank, device=ranks.device) for n in (3, 16)]
+    three = torch.zeros(3, dtype=torch.int64, device=ranks.device)
+    on_all_ranks(
+        ranks,
+        "do not agree on D",
+        lambda: vs.linear_logp(*wide, three, validate=False, tp_group=dist.new_group()),
+    )
     if rank:
         with pytest.raises(ValueError, match="but 24 came"):  # a group used for two vocabularies says so
             vs.linear_logp(hidden, torch.zeros(24, D, device=ranks.device), target, tp_group=_two(group, ranks),
                            validate=False)  # fmt: skip
     else:
         _two(group, ranks)
-
-
-def _raise(message: str) -> None:
-    raise ValueError(message)
 
 
 def _two(group, ranks: Ranks):

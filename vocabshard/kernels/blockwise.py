@@ -57,10 +57,7 @@ def backward(
     grad_hidden = hidden.new_zeros(n, d, dtype=torch.float32) if needs.hidden else None
     grad_weight = torch.zeros_like(weight) if needs.weight else None
     grad_bias = torch.zeros_like(bias) if needs.bias and bias is not None else None
-    rows_step = min(ROWS, max(n, 1))
-    columns_step = max(
-        16, SCRATCH_ELEMENTS // max(rows_step, d) // 16 * 16
-    )  # the logits', and grad_weight's, fp32 block
+    rows_step, columns_step = block(n, d)
     for v in range(0, problem.valid, columns_step):
         columns = slice(v, min(v + columns_step, problem.valid))
         width = columns.stop - v
@@ -85,6 +82,12 @@ def backward(
         if grad_bias is not None and bias_sum is not None:
             grad_bias[columns] = bias_sum.to(grad_bias.dtype)
     return grad_hidden, grad_weight, grad_bias
+
+
+def block(n: int, d: int) -> tuple[int, int]:
+    """Rows and columns at a time: the logits' block and the fp32 sum of grad_weight's both hold SCRATCH_ELEMENTS."""
+    rows = min(ROWS, max(n, 1))
+    return rows, max(16, SCRATCH_ELEMENTS // max(rows, d) // 16 * 16)
 
 
 def active_rows(grads: RowGrads) -> Tensor:
