@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from vocabshard import _C, kernels
+from vocabshard.kernels import backends
 
 CUDA, BF16 = torch.device("cuda:0"), torch.bfloat16
 
@@ -31,7 +33,7 @@ def test_hopper_takes_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (choice.backend, choice.projection) == ("sm90", "hopper-k16")
         assert choice.contract_bearing and not choice.reason
     assert kernels.select_backend("sm90", CUDA, torch.float32).projection == "fma-chain"
-    with pytest.raises(ValueError, match="logits that exist take Triton"):
+    with pytest.raises(ValueError, match="it serves linear_logp, not logits that exist"):
         kernels.select_backend("sm90", CUDA, BF16, True)
     choice = kernels.select_backend("auto", CUDA, BF16, True)
     assert (choice.backend, choice.projection, choice.reason) == ("triton", "given-logits", "")
@@ -58,3 +60,43 @@ def test_no_gpu() -> None:
     with pytest.raises(ValueError, match=r'backend="sm90" does not serve tensors on \'cpu\': it needs an NVIDIA GPU'):
         kernels.select_backend("sm90", torch.device("cpu"), BF16)
     assert kernels.select_backend("auto", torch.device("cpu"), BF16).backend == "cpu"
+
+
+def test_every_backend_that_was_not_taken_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    pretend(monkeypatch, (9, 0), True)
+    for arguments, taken, said in (
+        (("auto", CUDA, BF16), "sm90", {"cpu": "needs tensors on the CPU", "triton": "sm90 comes first"}),
+        (("triton", CUDA, BF16), "triton", {"sm90": 'backend="triton" was asked for', "cpu": "needs tensors on"}),
+        (("auto", torch.device("cpu"), BF16), "cpu", {"sm90": "needs an NVIDIA GPU", "torch": "cpu comes first"}),
+    ):
+        choice = kernels.select_backend(*arguments)
+        assert choice.backend == taken
+        reasons = dict(choice.rejected)
+        assert {taken, *reasons} == set(kernels.NAMES) and taken not in reasons
+        for backend, reason in said.items():
+            assert reason in reasons[backend]
+
+
+def test_unvalidated_architectures_bear_no_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from vocabshard.kernels import triton_linear
+
+    monkeypatch.setattr(triton_linear, "INTERPRETED", False)
+    pretend(monkeypatch, (10, 0), True)
+    choice = kernels.select_backend("auto", CUDA, BF16)
+    assert (choice.backend, choice.projection, choice.contract_bearing) == ("triton", "triton-sm100", False)
+    assert "no goldens" in choice.reason and "sm90 was not taken" in choice.reason
+    assert kernels.select_backend("auto", CUDA, torch.float32).contract_bearing
+
+
+@pytest.mark.parametrize("name", kernels.NAMES)
+def test_a_row_declares_what_it_does(name: str) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    if name == "sm90" and not _C.build_info()["cuda"]:
+        pytest.skip("its module takes constants from the CUDA build")
+    row = kernels.row(name)
+    served = importlib.import_module(row.module)
+    assert hasattr(served, "forward") and hasattr(served, "backward")
+    assert hasattr(served, "logits_forward") == (backends.LOGITS in row.capability.entries)

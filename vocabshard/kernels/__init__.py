@@ -1,16 +1,27 @@
-"""Local kernels, and the one table that chooses among them. Nothing here knows of ranks."""
+"""Local kernels, and the choice among them (backends.py has the table). Nothing here knows of ranks."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
-from vocabshard.contract import CONTRACT_PROJECTIONS, FMA_CHAIN, GIVEN_LOGITS, HOPPER_K16, LIBRARY
+from vocabshard.contract import CONTRACT_PROJECTIONS
+from vocabshard.kernels.backends import BACKENDS, LINEAR, LOGITS, NAMES, Backend, Site
+
+_ROWS = {row.name: row for row in BACKENDS}
+
+
+class Rejection(NamedTuple):
+    """A backend that was not taken, and why."""
+
+    backend: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -21,84 +32,60 @@ class Choice:
     projection: str
     contract_bearing: bool
     reason: str  # why not contract-bearing; with "auto" also why a faster backend was not taken
+    rejected: tuple[Rejection, ...]  # every other backend, in the table's order
 
 
-_MODULES = {
-    "cpu": "vocabshard.kernels.cpu",
-    "sm90": "vocabshard.kernels.sm90",
-    "triton": "vocabshard.kernels.triton_backend",
-    "torch": "vocabshard.kernels.reference",
-}
-BACKENDS = ("auto", *_MODULES)
+def row(backend: str) -> Backend:
+    """The row of a backend that exists."""
+    return _ROWS[backend]
 
 
 def module(backend: str) -> ModuleType:
     """The kernel module of a chosen backend."""
-    return importlib.import_module(_MODULES[backend])
+    return importlib.import_module(_ROWS[backend].module)
 
 
 @functools.lru_cache(maxsize=256)
 def select_backend(backend: str, device: torch.device, dtype: torch.dtype, given_logits: bool = False) -> Choice:
     """Pure in its arguments and in what is installed. ValueError when the named backend cannot serve the input."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "torch":
-        return Choice("torch", LIBRARY, False, 'backend="torch" is ordinary F.linear and log_softmax')
-    if device.type == "cpu" and backend in ("auto", "cpu"):
-        return Choice("cpu", GIVEN_LOGITS if given_logits else FMA_CHAIN, True, "")
-    no_sm90 = "it serves linear_logp; logits that exist take Triton" if given_logits else _sm90_missing(device)
-    if backend == "sm90" or (backend == "auto" and not no_sm90):
-        if no_sm90:
-            raise ValueError(f'backend="sm90" does not serve tensors on {device.type!r}: {no_sm90}')
-        projection = FMA_CHAIN if dtype == torch.float32 else HOPPER_K16
-        return Choice("sm90", projection, True, "")
-    missing = _triton_missing(device)
-    if backend == "triton" or (backend == "auto" and not missing and torch.version.hip is None):
-        if missing:
-            raise ValueError(f'backend="triton" does not serve tensors on {device.type!r}: {missing}')
-        choice = _triton(device, dtype, given_logits)
-        if backend == "auto" and device.type == "cuda" and not given_logits:
-            reasons = [f"sm90 was not taken: {no_sm90}", choice.reason]
-            choice = replace(choice, reason="; ".join(r for r in reasons if r))
-        return choice
-    if backend == "auto":
-        why = missing or 'ROCm is served by an explicit backend="triton" alone'
-        return Choice("torch", LIBRARY, False, f"no kernels for {device.type!r}: {why}")
-    raise ValueError(f'backend="{backend}" does not serve tensors on {device.type!r}; move them or use backend="auto"')
+    if backend != "auto" and backend not in _ROWS:
+        raise ValueError(f"backend must be one of {', '.join(('auto', *NAMES))}, got {backend!r}")
+    site = Site(device, dtype, LOGITS if given_logits else LINEAR)
+    refusals = {row.name: row.refusal(site) for row in BACKENDS}
+    if backend != "auto":
+        if refusals[backend]:
+            raise ValueError(
+                f'backend="{backend}" does not serve tensors on {device.type!r}: {refusals[backend]}; '
+                'move them or use backend="auto"'
+            )
+        others = [Rejection(name, why or f'backend="{backend}" was asked for') for name, why in refusals.items()]
+        return _chosen(backend, site, [other for other in others if other.backend != backend])
+    verdicts = {row.name: refusals[row.name] or row.automatic(site) for row in BACKENDS}
+    taken = next(name for name, why in verdicts.items() if not why)  # torch serves everything
+    rejected = [Rejection(name, why or f"{taken} comes first") for name, why in verdicts.items() if name != taken]
+    # a fast path that this input might have taken on another machine is worth a word
+    before = rejected[: NAMES.index(taken)]
+    missed = [f"{name} was not taken: {why}" for name, why in before if _might_serve(_ROWS[name], site)]
+    if taken == "torch" and not missed:
+        missed = [f"no kernels for {device.type!r}"]
+    return _chosen(taken, site, rejected, missed)
 
 
-def _sm90_missing(device: torch.device) -> str:
-    """Why the Hopper kernels cannot serve this device, or an empty text."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "it needs an NVIDIA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"it needs compute capability (9, 0), the GPU has {capability}"
-    from vocabshard import _C
-
-    if not _C.build_info()["cuda"]:
-        return "vocabshard._C was built without CUDA: install nvcc and build again with VOCABSHARD_CUDA=1"
-    return ""
+def _might_serve(row: Backend, site: Site) -> bool:
+    declared = row.capability
+    return site.entry in declared.entries and (not declared.devices or site.device.type in declared.devices)
 
 
-def _triton_missing(device: torch.device) -> str:
-    """Why Triton cannot serve this device, or an empty text."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if device.type == "cuda":
-        return ""
-    from vocabshard import triton_contract
-
-    return "" if device.type == "cpu" and triton_contract.INTERPRETED else "Triton needs a GPU"
-
-
-def _triton(device: torch.device, dtype: torch.dtype, given_logits: bool) -> Choice:
-    from vocabshard.kernels.triton_linear import projection_id
-
-    projection = GIVEN_LOGITS if given_logits else projection_id(dtype, device)
+def _chosen(name: str, site: Site, rejected: Sequence[Rejection], missed: Sequence[str] = ()) -> Choice:
+    projection = _ROWS[name].projection_id(site)
     bearing = projection in CONTRACT_PROJECTIONS
-    reason = "" if bearing else f"projection {projection!r} has not been validated: there are no goldens for it"
-    return Choice("triton", projection, bearing, reason)
+    if name == "torch":
+        why = ['backend="torch" is ordinary F.linear and log_softmax']
+    elif bearing:
+        why = []
+    else:
+        why = [f"projection {projection!r} has not been validated: there are no goldens for it"]
+    return Choice(name, projection, bearing, "; ".join([*missed, *why]), tuple(rejected))
 
 
 @functools.cache
