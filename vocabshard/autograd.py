@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vocabshard.dist.fold import fold
 from vocabshard.dist.gather import gather_tensors, sum_over_group
-from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.problem import ORDINARY, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.partials import FoldedRows
 
 
@@ -95,6 +95,7 @@ class LinearLogp(torch.autograd.Function):
             SavedRows(lse2_int, lse2_frac, entropy),
             call.row_grads(target_ids, grad_logp, grad_lse, grad_entropy),
             needs,
+            ORDINARY,
         )
         if grad_hidden is not None:
             # summed in fp32 and rounded once

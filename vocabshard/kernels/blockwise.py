@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vocabshard.contract import LN2, LOG2E
-from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,14 +48,17 @@ def backward(
     saved: SavedRows,
     grads: RowGrads,
     needs: Needs,
+    how: GradPlan = ORDINARY,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The kernel interface's backward (vocabshard/kernels/problem.py)."""
     n, d = hidden.shape
     active = active_rows(grads)
     # rows that count for nothing must not reach grad_weight, whatever they hold
     hidden = torch.where(active[:, None], hidden, torch.zeros((), dtype=hidden.dtype, device=hidden.device))
-    grad_hidden = hidden.new_zeros(n, d, dtype=torch.float32) if needs.hidden else None
-    grad_weight = torch.zeros_like(weight) if needs.weight else None
+    grad_hidden = how.grad_hidden
+    if needs.hidden and grad_hidden is None:
+        grad_hidden = hidden.new_zeros(n, d, dtype=torch.float32)
+    grad_weight = torch.zeros_like(weight) if needs.weight and how.main_grad is None else None
     grad_bias = torch.zeros_like(bias) if needs.bias and bias is not None else None
     rows_step, columns_step = block(n, d)
     for v in range(0, problem.valid, columns_step):
@@ -75,12 +78,18 @@ def backward(
             dz = dz.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] += _product(dz, weight[columns])
+                if how.hidden_ready is not None and columns.stop == problem.valid and rows.stop == n:
+                    how.hidden_ready(grad_hidden)
             if weight_sum is not None:
                 weight_sum += _product(dz.t(), hidden[rows])
-        if grad_weight is not None and weight_sum is not None:
+        if weight_sum is not None and how.main_grad is not None:
+            how.main_grad[columns] += weight_sum
+        elif weight_sum is not None and grad_weight is not None:
             grad_weight[columns] = weight_sum.to(weight.dtype)
         if grad_bias is not None and bias_sum is not None:
             grad_bias[columns] = bias_sum.to(grad_bias.dtype)
+    if grad_hidden is not None and how.hidden_ready is not None and n * problem.valid == 0:
+        how.hidden_ready(grad_hidden)
     return grad_hidden, grad_weight, grad_bias
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.contract import check_constants
-from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows, keeps_nothing
 from vocabshard.partials import new_records
 
 check_constants(_C.contract())
@@ -77,6 +77,7 @@ def forward(
     problem: LocalProblem,
     *,
     want_logits: bool = False,
+    keep: KeptLogits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """hidden [N, D] and weight [V_local, D] of one dtype, any strides -> records int64 [R, N], logits fp32 or None.
 
@@ -108,6 +109,7 @@ def backward(
     saved: SavedRows,
     grads: RowGrads,
     needs: Needs,
+    how: GradPlan = ORDINARY,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of this rank: hidden fp32 [N, D], weight [V_local, D] and bias [V_local] in their dtypes, or None.
 
@@ -130,7 +132,17 @@ def backward(
         _optional(grad_bias),
         _run(),
     )
+    if grad_hidden is not None and how.grad_hidden is not None:
+        grad_hidden = how.grad_hidden.add_(grad_hidden)
+    if grad_hidden is not None and how.hidden_ready is not None:
+        how.hidden_ready(grad_hidden)
+    if grad_weight is not None and how.main_grad is not None:
+        how.main_grad.add_(grad_weight)
+        grad_weight = None
     return grad_hidden, grad_weight, grad_bias
+
+
+kept_bytes_per_row = keeps_nothing
 
 
 def logits_forward(

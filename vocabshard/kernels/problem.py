@@ -1,10 +1,22 @@
-"""What a local kernel is given besides its tensors, and what it gives back. N rows, D hidden size, V_local columns."""
+"""What a local kernel is given besides its tensors, and what it gives back. N rows, D hidden size, V_local columns.
+
+A kernel module has
+    forward(hidden, weight, bias, target_ids, inv_temperature, problem, *, want_logits=False, keep=None)
+        -> records, logits | None
+    backward(hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
+        -> grad_hidden fp32 [N, D] | None, grad_weight | None, grad_bias | None
+    kept_bytes_per_row(columns, dtype) -> int         what KeptLogits take; 0: this kernel keeps nothing
+    new_kept(rows, columns, dtype, device) -> KeptLogits    to be filled by forward(keep=...), of problem.valid columns
+What is kept never changes a byte of the records.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -40,3 +52,45 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+
+
+@dataclass(frozen=True)
+class KeptLogits:
+    """What a forward left of its first rows, so that the backward need not make their logits again.
+
+    Opaque to all but the kernel module that made it, except for this: every tensor has a row in each of its rows. The
+    backward may not change them: it may run again.
+    """
+
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.tensors[0].shape[0]
+
+    def part(self, start: int, stop: int) -> KeptLogits | None:
+        """Of rows start ... stop as a batch of its own."""
+        stop = min(stop, self.rows)
+        return KeptLogits(tuple(t[start:stop] for t in self.tensors)) if start < stop else None
+
+
+@dataclass(frozen=True)
+class GradPlan:
+    """How a backward is to leave its gradients; the defaults are those of an ordinary call."""
+
+    # fp32 [V_local, D] that grad_weight is added to in place, each element once; None is then returned for it
+    main_grad: Tensor | None = None
+    # fp32 [N, D], contiguous: accumulators that this shard's columns continue in place, ascending (else from zero)
+    grad_hidden: Tensor | None = None
+    # called exactly once, when grad_hidden is complete on the current stream and before the last block's products for
+    # grad_weight are enqueued, so that they hide what it starts; never called where hidden needs no gradient
+    hidden_ready: Callable[[Tensor], None] | None = None
+    kept: KeptLogits | None = None
+
+
+ORDINARY = GradPlan()
+
+
+def keeps_nothing(columns: int, dtype: torch.dtype) -> int:
+    """`kept_bytes_per_row` of a kernel that always makes its logits again."""
+    return 0

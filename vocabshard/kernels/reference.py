@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vocabshard.kernels.blockwise import active_rows, backward, dlogits, without_autocast
-from vocabshard.kernels.problem import LocalProblem, RowGrads, SavedRows
+from vocabshard.kernels.problem import KeptLogits, LocalProblem, RowGrads, SavedRows, keeps_nothing
 
 F64 = torch.float64
 
@@ -62,6 +62,7 @@ def forward(
     problem: LocalProblem,
     *,
     want_logits: bool = False,
+    keep: KeptLogits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     z = _logits(hidden, weight, bias, problem)
     logits = None
@@ -107,4 +108,6 @@ def logits_backward(
     out.copy_(total)
 
 
-__all__ = ["backward", "forward", "logits_backward", "logits_forward"]
+kept_bytes_per_row = keeps_nothing
+
+__all__ = ["backward", "forward", "kept_bytes_per_row", "logits_backward", "logits_forward"]

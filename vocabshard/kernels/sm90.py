@@ -14,6 +14,7 @@ from vocabshard import _C
 from vocabshard.contract import check_constants
 from vocabshard.kernels.blockwise import backward
 from vocabshard.kernels.problem import LocalProblem
+from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
 from vocabshard.partials import new_records
 
 check_constants(_C.contract())
@@ -111,4 +112,4 @@ def forward(
     return records, logits
 
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "kept_bytes_per_row"]

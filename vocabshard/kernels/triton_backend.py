@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vocabshard.kernels.blockwise import backward
+from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
 from vocabshard.kernels.triton_linear import forward, projection_id
 from vocabshard.kernels.triton_logits import logits_backward, logits_forward
 
-__all__ = ["backward", "forward", "logits_backward", "logits_forward", "projection_id"]
+__all__ = ["backward", "forward", "kept_bytes_per_row", "logits_backward", "logits_forward", "projection_id"]
