@@ -97,7 +97,7 @@ def test_compiles(source: Path) -> None:
 
 # The 128-row tile with entropy needs more registers than ptxas may give it: what it spills is known and small.
 ENTROPY_128 = re.compile(r"forward_wgmmaI\w+Lb1ELi2ELi3E")
-ENTROPY_128_SPILL = (48, 56, 56)
+ENTROPY_128_SPILL = (48, 56, 72)
 
 
 @by_source

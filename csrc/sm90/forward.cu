@@ -70,21 +70,11 @@ void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
                         int32_t multiprocessors, cudaStream_t stream) {
   const WgmmaShape shape = wgmma_shape(plan.path);
   const bool half_precision = call.element == kHalf;
-  const int64_t whole_groups = call.columns / kGroupColumns;
   WgmmaParams p = {};
-  p.hidden = map_rows(row_pointer(call.hidden, first, call.hidden_row, 2), half_precision, rows, call.depth,
-                      call.hidden_row, 32 * shape.m_blocks);
-  p.tail = map_rows(call.weight, half_precision, call.columns, call.depth, call.weight_row, kGroupColumns);
-  if (whole_groups > 0) {
-    p.group = map_groups(call.weight, half_precision, whole_groups, call.depth, call.weight_row, 1);
-    p.tile = map_groups(call.weight, half_precision, whole_groups, call.depth, call.weight_row, shape.groups);
-  } else {
-    p.group = p.tile = p.tail;
-  }
+  p.operands = map_operands({row_pointer(call.hidden, first, call.hidden_row, 2), rows, call.hidden_row},
+                            {call.weight, call.columns, call.weight_row}, call.depth, half_precision, shape);
   p.work = row_work(call, first, rows);
   p.schedule = wgmma_schedule(call, shape, rows, multiprocessors);
-  p.k_blocks = static_cast<int32_t>(up(call.depth, kDepth) / kDepth);
-  p.whole_groups = static_cast<int32_t>(whole_groups);
   p.target_y = static_cast<float*>(call.workspace);
   p.lanes = static_cast<char*>(call.workspace) + up(plan.chunk_rows * 4, kAlign);
   launch_wgmma(p, plan.path, half_precision, call.entropy, stream);

@@ -4,15 +4,9 @@
 #include <cuda_runtime.h>
 
 #include "sm90/launch.h"
+#include "sm90/params.h"
 
 namespace vocabshard::sm90 {
-
-struct WgmmaParams;
-
-struct WgmmaShape {
-  int m_blocks;  // 64 rows each
-  int groups;    // 64 columns each
-};
 
 constexpr WgmmaShape kShape128 = {2, 3}, kShape64 = {1, 4};
 constexpr WgmmaShape wgmma_shape(int32_t path) { return path == kRows64 ? kShape64 : kShape128; }

@@ -28,20 +28,30 @@ struct RowWork {
   int64_t logits_stride;  // elements a row
 };
 
-// Rows in shared memory of one block of M, and columns: see forward_wgmma.cuh.
 constexpr int kDepth = 64;  // elements of k a stage holds: 128 bytes, the swizzle's width
 constexpr int kStages = 5;
 
-struct alignas(128) WgmmaParams {
-  CUtensorMap hidden;  // {D, N}, box {64, half a block of rows}
-  CUtensorMap tile;    // whole groups of 64 columns permuted, box of a whole tile
-  CUtensorMap group;   // the same, box of one group
-  CUtensorMap tail;    // {D, V_local} as it lies, box {64, 64}: for the last V_local mod 64 columns
-  RowWork work;
-  Schedule schedule;
+// A consumer's tile.
+struct WgmmaShape {
+  int m_blocks;  // 64 rows each
+  int groups;    // 64 columns each
+};
+
+// hidden and weight as the tensor copy engine reads them: see mainloop.cuh.
+struct alignas(128) Operands {
+  CUtensorMap hidden;    // {D, N}, box {64, half a block of rows}
+  CUtensorMap tile;      // whole groups of 64 columns permuted, box of a whole tile
+  CUtensorMap group;     // the same, box of one group
+  CUtensorMap tail;      // {D, V_local} as it lies, box {64, 64}: for the last V_local mod 64 columns
   int32_t k_blocks;      // ceil(D / 64)
   int32_t whole_groups;  // V_local / 64
-  float* target_y;       // [rows]: written where the target is a valid column here
+};
+
+struct alignas(128) WgmmaParams {
+  Operands operands;
+  RowWork work;
+  Schedule schedule;
+  float* target_y;  // [rows]: written where the target is a valid column here
   char* lanes;  // the lanes' partials: [clusters][2 CTAs][2 consumers][most_m][4 warps][row groups][parts][32 lanes] 16
                 // bytes
 };

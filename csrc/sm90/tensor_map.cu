@@ -1,5 +1,4 @@
 #include "sm90/check.h"
-#include "sm90/params.h"
 #include "sm90/tensor_map.h"
 
 namespace vocabshard::sm90 {
@@ -56,6 +55,23 @@ CUtensorMap map_groups(const void* base, bool half_precision, int64_t groups, in
   return encode<5>(base, half_precision, {static_cast<cuuint64_t>(depth), 2, 4, 8, static_cast<cuuint64_t>(groups)},
                    {row, 16 * row, 2 * row, 64 * row},
                    {static_cast<cuuint32_t>(kDepth), 2, 4, 8, static_cast<cuuint32_t>(box_groups)});
+}
+
+Operands map_operands(const Rows& hidden, const Rows& weight, int64_t depth, bool half_precision,
+                      const WgmmaShape& shape) {
+  const int64_t whole_groups = weight.count / kGroupColumns;
+  Operands o = {};
+  o.hidden = map_rows(hidden.base, half_precision, hidden.count, depth, hidden.stride, 32 * shape.m_blocks);
+  o.tail = map_rows(weight.base, half_precision, weight.count, depth, weight.stride, kGroupColumns);
+  if (whole_groups > 0) {
+    o.group = map_groups(weight.base, half_precision, whole_groups, depth, weight.stride, 1);
+    o.tile = map_groups(weight.base, half_precision, whole_groups, depth, weight.stride, shape.groups);
+  } else {
+    o.group = o.tile = o.tail;
+  }
+  o.k_blocks = static_cast<int32_t>((depth + kDepth - 1) / kDepth);
+  o.whole_groups = static_cast<int32_t>(whole_groups);
+  return o;
 }
 
 }  // namespace vocabshard::sm90

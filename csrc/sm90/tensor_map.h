@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "sm90/params.h"
+
 namespace vocabshard::sm90 {
 
 // [rows, depth] of 2-byte elements, row_stride elements apart, 64 x box_rows at a time. Outside it is zero.
@@ -15,5 +17,15 @@ CUtensorMap map_rows(const void* base, bool half_precision, int64_t rows, int64_
 // row 16 q + 2 i + e of the matrix. box_groups groups at a time.
 CUtensorMap map_groups(const void* base, bool half_precision, int64_t groups, int64_t depth, int64_t row_stride,
                        int box_groups);
+
+// Rows of 2-byte elements, the elements of a row side by side.
+struct Rows {
+  const void* base;
+  int64_t count, stride;  // stride in elements
+};
+
+// What mainloop.cuh multiplies: hidden [N, depth] and weight [V_local, depth].
+Operands map_operands(const Rows& hidden, const Rows& weight, int64_t depth, bool half_precision,
+                      const WgmmaShape& shape);
 
 }  // namespace vocabshard::sm90
