@@ -11,7 +11,16 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.contract import check_constants
-from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows, keeps_nothing
+from vocabshard.kernels.problem import (
+    ORDINARY,
+    GradPlan,
+    KeptLogits,
+    LocalProblem,
+    Needs,
+    RowGrads,
+    SavedRows,
+    keeps_nothing,
+)
 from vocabshard.partials import new_records
 
 check_constants(_C.contract())
