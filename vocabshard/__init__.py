@@ -2,7 +2,7 @@
 
 from vocabshard.contract import ContractError, Provenance
 from vocabshard.functional import batch_invariant_logp, linear_logp, provenance, vocab_parallel_logp
-from vocabshard.modules import VocabParallelLinearLogp, VocabParallelLMHead
+from vocabshard.modules import VocabParallelEmbedding, VocabParallelLinearLogp, VocabParallelLMHead
 from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
 from vocabshard.registry import get_logprob_op, get_op
 from vocabshard.shard import VocabShard
@@ -15,6 +15,7 @@ __all__ = [
     "LogpOutput",
     "Provenance",
     "SamplingProgram",
+    "VocabParallelEmbedding",
     "VocabParallelLMHead",
     "VocabParallelLinearLogp",
     "VocabShard",

@@ -74,6 +74,10 @@ class VocabShard:
                 f"got {self.real_vocab_size}"
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
+        """Itself: nothing in it changes, and a process group cannot be copied."""
+        return self
+
     @property
     def size(self) -> int:
         """V_local, padding included."""
