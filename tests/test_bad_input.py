@@ -92,8 +92,6 @@ def test_logits_entries() -> None:
 def test_names_that_wait_for_later_versions() -> None:
     for call in (
         lambda: vs.VocabParallelLMHead(8, 20, None),
-        lambda: vs.get_op("linear_logp"),
-        lambda: vs.get_logprob_op("vocabshard-logp-v1"),
         lambda: vs.SamplingProgram(),
     ):
         with pytest.raises(NotImplementedError, match="not available in this version"):

@@ -2,6 +2,7 @@
 
 from vocabshard.contract import ContractError, Provenance
 from vocabshard.functional import batch_invariant_logp, linear_logp, provenance, vocab_parallel_logp
+from vocabshard.logprob_contract import LogprobContract
 from vocabshard.modules import VocabParallelEmbedding, VocabParallelLinearLogp, VocabParallelLMHead
 from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
 from vocabshard.registry import get_logprob_op, get_op
@@ -13,6 +14,7 @@ __all__ = [
     "ContractError",
     "GradOptions",
     "LogpOutput",
+    "LogprobContract",
     "Provenance",
     "SamplingProgram",
     "VocabParallelEmbedding",

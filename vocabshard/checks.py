@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vocabshard.contract import CONTRACT_ID, ContractError
+from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -164,8 +165,11 @@ def scalar_options(softcap: float | None, ignore_index: int, invalid: str, valid
 
 
 def contract(requested: Any) -> None:
-    if requested is not None and requested != CONTRACT_ID:
-        raise ContractError(f"contract {requested!r} was asked for; this build has {CONTRACT_ID!r}")
+    """An id, or a LogprobContract, which holds what this build can do by having been made."""
+    if requested is None or isinstance(requested, LogprobContract):
+        return
+    if requested != CONTRACT_ID:
+        raise ContractError(f"contract {requested!r} was asked for; this build has {CONTRACT_ID!r}", "contract_id")
 
 
 def unavailable(**options: Any) -> None:
@@ -213,16 +217,16 @@ def temperature_reciprocal(
         temperature = float(temperature.float().item())
     elif isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature must be a number, a tensor or None, got {_name(temperature)}")
-    rounded = _fp32(temperature)
+    rounded = fp32(temperature)
     if not (math.isfinite(rounded) and rounded > 0):
         raise ValueError(f"temperature must be positive and finite (in fp32), got {temperature!r}")
-    reciprocal = _fp32(1.0 / rounded)
+    reciprocal = fp32(1.0 / rounded)
     if not math.isfinite(reciprocal):
         raise ValueError(f"temperature {temperature!r} is too small: its reciprocal overflows fp32")
     return None if reciprocal == 1.0 else reciprocal
 
 
-def _fp32(value: float) -> float:
+def fp32(value: float) -> float:
     """Rounds to fp32; what does not fit becomes inf. A flush-to-zero mode of the processor must not change it."""
     try:
         value = float(value)

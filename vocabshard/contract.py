@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 CONTRACT_ID = "vocabshard-logp-v1"
@@ -66,7 +69,16 @@ RECORD_WORDS_ENTROPY = 1 + 2 * LIMBS
 
 
 class ContractError(RuntimeError):
-    """Strict mode, or a named contract, met something that would change bits."""
+    """Strict mode, or a named contract, met something that would change bits; `field` says what, as the text does."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def breach(field: str, asked: Any, found: Any, change: str) -> ContractError:
+    """The error of one field: what was asked for, what was found, and what to change."""
+    return ContractError(f"{field}: asked for {asked}, found {found}; {change}", field)
 
 
 def constants() -> dict[str, Any]:
@@ -103,33 +115,80 @@ def check_constants(compiled: dict[str, Any]) -> None:
     wrong = [name for name in ours if compiled.get(name) != ours[name]]
     if wrong:
         detail = ", ".join(f"{name}: package {ours[name]!r}, extension {compiled.get(name)!r}" for name in wrong)
-        raise ContractError(f"vocabshard._C was built from another contract ({detail}); reinstall vocabshard")
+        raise ContractError(f"vocabshard._C was built from another contract ({detail}); reinstall vocabshard", wrong[0])
+
+
+EXP_ID = f"exp2-poly{len(EXP_COEFFICIENTS)}-fma"
+TANH_ID = f"tanh-poly{len(TANH_COEFFICIENTS)}-exp2"
+TREE_ID = f"adjacent-pairwise-{TILE}"
+SUM_ID = f"exact-limbs-{LIMB_BITS}x{LIMBS}"
+LOG_ID = f"log2-poly{len(LOG2_COEFFICIENTS)}-fp64"
+SPLIT_POLICY = "K in one chain, vocabulary in any split"
+TEMPERATURE_POINT = "y = fp32(z * fp32(1 / fp32(T))), after bias and soft-cap"
+PADDING = "columns from real_vocab_size on are left out by selection"
+K_STEPS = {FMA_CHAIN: 1, HOPPER_K16: 16}
+
+# Whose difference cannot change a byte of logp, lse and entropy as long as the contract is borne.
+_BIT_NEUTRAL = (
+    *("backend", "device", "architecture", "compute_capability", "contract_bearing", "reason", "build"),
+    *("padded_vocab_size", "shard_ranges", "outputs"),
+)
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What ran. Everything that can change bits is here, and nothing that cannot."""
+    """What a call ran with: everything that can change bits, and where it ran. The same on every rank of a group."""
 
     contract_id: str
     projection_id: str
     backend: str
-    device: str
+    device: str  # torch device type
+    architecture: str  # the processor's: x86_64, sm_90
+    compute_capability: str  # of a GPU, such as 9.0; else empty
     contract_bearing: bool
     reason: str  # why it is not contract-bearing, or empty
-    tile: int
-    exp_id: str
-    tree_id: str
-    sum_id: str
+    hidden_dtype: str | None  # None where the logits existed
+    weight_dtype: str  # of the logits, where they existed
+    bias_dtype: str | None
     real_vocab_size: int
+    padded_vocab_size: int
     shard_ranges: tuple[tuple[int, int], ...]  # [start, stop) by group rank
     softcap: float | None
     temperature: str  # "none", "scalar", "per-row"
+    inv_temperature: float | None  # fp32(1 / T) of a scalar
+    ignore_index: int
+    invalid: str
+    outputs: tuple[str, ...]  # what was computed beside logp and lse: entropy, logits
     build: str
+    tile: int = TILE
+    k_step: int | None = None  # of the projection; None where it is not ours
+    split_policy: str = SPLIT_POLICY
+    exp_id: str = EXP_ID
+    tanh_id: str = TANH_ID
+    tree_id: str = TREE_ID
+    sum_id: str = SUM_ID
+    log_id: str = LOG_ID
+    temperature_point: str = TEMPERATURE_POINT
+    padding: str = PADDING
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that is bit-relevant: equal for two calls, on any ranks and machines, that must give equal bytes for
+        equal tensors. Without the contract everything is relevant."""
+        stated = self._stated()
+        if self.contract_bearing:
+            stated = {name: value for name, value in stated.items() if name not in _BIT_NEUTRAL}
+        return digest({**stated, "constants": constants()})
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._stated(), "fingerprint": self.fingerprint}
+
+    def _stated(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-EXP_ID = f"exp2-poly{len(EXP_COEFFICIENTS)}-fma"
-TREE_ID = f"adjacent-pairwise-{TILE}"
-SUM_ID = f"exact-limbs-{LIMB_BITS}x{LIMBS}"
+def digest(described: dict[str, Any]) -> str:
+    """32 hexadecimal digits of a JSON-able description."""
+    text = json.dumps(described, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

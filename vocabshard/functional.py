@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from vocabshard import checks
+from vocabshard import strict as strict_mode
 from vocabshard.autograd import LinearLogp, LogitsLogp
 from vocabshard.contract import Provenance
+from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
 from vocabshard.plan import Operands, Plan, Request, make_plan
 from vocabshard.shard import VocabShard
@@ -41,7 +43,7 @@ def linear_logp(
     sequence_parallel: bool = False,
     backend: str = "auto",
     strict: bool = False,
-    contract: str | None = None,
+    contract: str | LogprobContract | None = None,
 ) -> Tensor | LogpOutput:
     """Log-prob of each target under softmax(cap(hidden @ weight.T + bias) / temperature), weight sharded by vocabulary.
 
@@ -70,8 +72,8 @@ def linear_logp(
         return_lse, return_entropy, return_logits: more parts, in a LogpOutput. Entropy in nats. Logits are fp32
             [..., V_local], before temperature, -inf in padding, not differentiable.
         backend: "auto", or a name; there is no silent fallback, see `provenance`.
-        strict: raise ContractError unless the bytes are those of the contract.
-        contract: the contract id that is expected, or None.
+        strict: raise ContractError, naming the field, unless the bytes are those of the contract.
+        contract: the contract id that is expected, or a LogprobContract that the call has to be as; or None.
 
     Returns:
         fp32 [...], or LogpOutput(logp, lse, entropy, logits, maximum, provenance) when anything more was asked for.
@@ -94,10 +96,13 @@ def linear_logp(
         tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
         invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
     )  # fmt: skip
+    given = {"hidden": hidden, "weight": weight}
     request, hidden, weight, bias = _localise(request, hidden, weight, bias)
     operands = Operands(hidden, weight, target_ids, bias)
 
     def check() -> None:
+        if request.admits_only_the_contract:
+            strict_mode.check_cast(given, {"hidden": hidden, "weight": weight})
         checks.unavailable(sampling=sampling, cut=cut, sequence_parallel=sequence_parallel)
         checks.grad_options(grad_options)
         checks.linear(hidden, weight, target_ids, bias)
@@ -137,7 +142,7 @@ def vocab_parallel_logp(
     inplace_backward: bool = False,
     backend: str = "auto",
     strict: bool = False,
-    contract: str | None = None,
+    contract: str | LogprobContract | None = None,
 ) -> LogpOutput:
     """Log-prob of each target from logits that exist, [..., V_local] on each rank of the group.
 
@@ -180,6 +185,8 @@ def batch_invariant_logp(
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str = "auto",
+    strict: bool = False,
+    contract: str | LogprobContract | None = None,
 ) -> Tensor | LogpOutput:
     """Log-prob of each target from unsharded logits [..., V], the same bytes whatever the batch around a row.
 
@@ -195,7 +202,7 @@ def batch_invariant_logp(
     """
     request = Request(
         temperature=temperature, ignore_index=ignore_index, invalid=invalid, validate=validate, entropy=return_entropy,
-        inplace_backward=inplace_backward, backend=backend,
+        inplace_backward=inplace_backward, backend=backend, strict=strict, contract=contract,
     )  # fmt: skip
     operands = Operands(None, logits, target_ids)
     plan = make_plan(

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import platform
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vocabshard import checks, kernels
+from vocabshard import checks, kernels, strict
 from vocabshard import contract as C
 from vocabshard.autograd import Call
 from vocabshard.contract import ContractError, Provenance
 from vocabshard.dist import agree
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.kernels.problem import LocalProblem
+from vocabshard.logprob_contract import LogprobContract
 from vocabshard.shard import VocabShard, check_fits, known_shard, make_shard
+from vocabshard.strict import dtype_name
 
 _log = logging.getLogger("vocabshard")
 _told: set[str] = set()
@@ -40,7 +44,12 @@ class Request(NamedTuple):
     inplace_backward: bool = False
     backend: str = "auto"
     strict: bool = False
-    contract: str | None = None
+    contract: str | LogprobContract | None = None
+
+    @property
+    def admits_only_the_contract(self) -> bool:
+        """A LogprobContract says what the bytes must be, so it implies strict mode."""
+        return self.strict or isinstance(self.contract, LogprobContract)
 
 
 class Operands(NamedTuple):
@@ -56,6 +65,11 @@ class Operands(NamedTuple):
         return self.matrix.shape[-1] if self.hidden is None else self.matrix.shape[0]
 
     @property
+    def dtypes(self) -> tuple[str | None, str, str | None]:
+        """Names of hidden's, of weight's or the logits', and of bias's."""
+        return dtype_name(self.hidden), str(dtype_name(self.matrix)), dtype_name(self.bias)
+
+    @property
     def same_on_every_rank(self) -> dict[str, Tensor]:
         given = {"hidden": self.hidden, "target_ids": self.target_ids}
         return {name: t for name, t in given.items() if t is not None}
@@ -69,31 +83,48 @@ class Plan(NamedTuple):
     choice: kernels.Choice
     inv_temperature: float | Tensor | None
     target_ids: Tensor  # int64 [N]
+    dtypes: tuple[str | None, str, str | None]  # of hidden, of weight or logits, of bias
 
     def provenance(self, device: torch.device) -> Provenance:
-        call, choice = self.call, self.choice
-        if self.inv_temperature is None:
-            temperature = "none"
-        else:
-            temperature = "per-row" if isinstance(self.inv_temperature, Tensor) else "scalar"
-        bearing, reason = _bearing(choice, self.shard)
+        call, choice, shard = self.call, self.choice, self.shard
+        per_row = isinstance(self.inv_temperature, Tensor)
+        bearing, reason = strict.bearing(choice, shard)
+        processor, capability = architecture(device)
         return Provenance(
-            C.CONTRACT_ID,
-            choice.projection,
-            choice.backend,
-            str(device.type),
-            bearing,
-            reason,
-            C.TILE,
-            C.EXP_ID,
-            C.TREE_ID,
-            C.SUM_ID,
-            call.real_vocab_size,
-            self.shard.ranges,
-            call.problem.softcap,
-            temperature,
-            kernels.build_id(),
+            contract_id=C.CONTRACT_ID,
+            projection_id=choice.projection,
+            backend=choice.backend,
+            device=device.type,
+            architecture=processor,
+            compute_capability=capability,
+            contract_bearing=bearing,
+            reason=choice.reason or reason,
+            hidden_dtype=self.dtypes[0],
+            weight_dtype=self.dtypes[1],
+            bias_dtype=self.dtypes[2],
+            real_vocab_size=call.real_vocab_size,
+            padded_vocab_size=shard.padded_vocab_size,
+            shard_ranges=shard.ranges,
+            softcap=call.problem.softcap,
+            temperature="per-row" if per_row else "none" if self.inv_temperature is None else "scalar",
+            inv_temperature=None if isinstance(self.inv_temperature, Tensor) else self.inv_temperature,
+            ignore_index=call.ignore_index,
+            invalid=call.invalid,
+            outputs=(("entropy",) if call.problem.entropy else ()) + (("logits",) if call.want_logits else ()),
+            build=kernels.build_id(),
+            k_step=C.K_STEPS.get(choice.projection),
         )
+
+
+@functools.cache
+def architecture(device: torch.device) -> tuple[str, str]:
+    """The processor, and the compute capability of a GPU."""
+    if device.type != "cuda":
+        return platform.machine(), ""
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName, ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}", f"{major}.{minor}"
 
 
 def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -> Plan:
@@ -113,7 +144,11 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         checks.contract(request.contract)
         check()
         choice = _choose(request, operands)
+        if request.admits_only_the_contract:
+            strict.check_machine(choice)
         inv_temperature = checks.temperature_reciprocal(request.temperature, operands.target_ids, validate)
+        if isinstance(request.contract, LogprobContract):
+            request.contract.check_call(_described(request, operands, choice, inv_temperature))
         if shard is None:
             shard = known_shard(
                 operands.local_size,
@@ -125,7 +160,7 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         if shard is not None:
             _check_shard_arguments(request, shard)
             check_fits(shard, operands.local_size, request.vocab_start_index)
-            _check_strict(request, choice, shard)
+            _check_sharding(request, shard)
         if group is not None and validate:
             hashes = _hashes(request, operands)
     except (TypeError, ValueError, NotImplementedError, ContractError) as e:
@@ -139,7 +174,7 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         shard = make_shard(
             operands.local_size, group, request.vocab_start_index, request.global_vocab_size, request.real_vocab_size
         )
-        _check_strict(request, choice, shard)
+        _check_sharding(request, shard)
     shard.agree_first_use(_first_use(request, operands, choice), operands.matrix)
     if validate:
         # the ranks have agreed on target_ids and on the real size: all raise the same
@@ -157,7 +192,7 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         inplace_backward=request.inplace_backward,
     )
     flat = operands.target_ids.reshape(-1).to(torch.int64).contiguous()
-    return Plan(call, shard, choice, inv_temperature, flat)
+    return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes)
 
 
 def _group_of(request: Request) -> Any:
@@ -239,20 +274,34 @@ def _first_use(request: Request, operands: Operands, choice: kernels.Choice) -> 
     return described
 
 
-def _bearing(choice: kernels.Choice, shard: VocabShard) -> tuple[bool, str]:
-    if not choice.contract_bearing:
-        return False, choice.reason
-    if not shard.aligned:
-        return False, f"shard boundaries {list(shard.ranges)} are not multiples of {C.TILE}"
-    return True, ""
+def _described(
+    request: Request, operands: Operands, choice: kernels.Choice, inv_temperature: float | Tensor | None
+) -> dict[str, Any]:
+    """A call in the words of a LogprobContract."""
+    hidden, weight, bias = operands.dtypes
+    if inv_temperature is None:
+        temperature: float | str | None = None
+    else:
+        temperature = "per-row" if isinstance(inv_temperature, Tensor) else checks.fp32(float(request.temperature or 1))
+    return {
+        "entry": "logits that exist" if operands.hidden is None else "linear_logp",
+        "weight_dtype": weight,
+        "hidden_dtype": hidden,
+        "bias_dtype": bias,
+        "projection_id": choice.projection,
+        "softcap": request.softcap,
+        "temperature": temperature,
+        "ignore_index": request.ignore_index,
+        "invalid": request.invalid,
+        "outputs": (("entropy",) if request.entropy else ()) + (("logits",) if request.logits else ()),
+    }
 
 
-def _check_strict(request: Request, choice: kernels.Choice, shard: VocabShard) -> None:
-    if not request.strict:
-        return
-    bearing, reason = _bearing(choice, shard)
-    if not bearing:
-        raise ContractError(
-            f"strict=True asked for contract {C.CONTRACT_ID}; backend {choice.backend!r} with projection "
-            f"{choice.projection!r} does not bear it: {reason}; change that, or score with strict=False"
+def _check_sharding(request: Request, shard: VocabShard) -> None:
+    if request.admits_only_the_contract:
+        strict.check_shard(shard)
+    if isinstance(request.contract, LogprobContract):
+        names = ("real_vocab_size", "padded_vocab_size", "shard_ranges")
+        request.contract.check_call(
+            {name: getattr(shard, name if name != "shard_ranges" else "ranges") for name in names}
         )

@@ -1,17 +1,104 @@
-"""Operators by name, for engines that choose one at run time. Not available in this version."""
+"""Operators by name, for engines that choose one at run time."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from vocabshard import checks, kernels, strict
+from vocabshard.contract import CONTRACT_ID, ContractError
+from vocabshard.functional import batch_invariant_logp, linear_logp, vocab_parallel_logp
+from vocabshard.kernels import Rejection
+from vocabshard.kernels.backends import Capability
+from vocabshard.logprob_contract import LogprobContract
+from vocabshard.plan import architecture
+
+_OPS: dict[str, Callable[..., Any]] = {
+    "linear_logp": linear_logp,
+    "vocab_parallel_logp": vocab_parallel_logp,
+    "batch_invariant_logp": batch_invariant_logp,
+}
+_DTYPES = {name: dtype for dtype, name in strict.DTYPE_NAMES.items()}
 
 
-def get_op(name: str) -> Any:
-    """The operator of that name."""
-    raise NotImplementedError(f"get_op({name!r}) is not available in this version; import the function from vocabshard")
+class OpProvenance(NamedTuple):
+    """What an operator will run. A LogpOutput's provenance says it of one call."""
+
+    contract_id: str
+    contract_fingerprint: str | None  # of a LogprobContract, equal on both sides of a comparison
+    projection_id: str
+    backend: str
+    device: str
+    architecture: str
+    compute_capability: str
+    build: str
+    rejected: tuple[Rejection, ...]  # every other backend, and why
 
 
-def get_logprob_op(contract: Any, requested_backend: str = "auto") -> Any:
-    """An operator that honours `contract`, with its capability and provenance."""
-    raise NotImplementedError(
-        "get_logprob_op is not available in this version; call linear_logp(..., strict=True, contract=...)"
+class LogprobOp(NamedTuple):
+    """An operator that honours a contract: what `get_logprob_op` found."""
+
+    op: Callable[..., Any]
+    capability: Capability  # declared by the backend
+    provenance: OpProvenance
+
+
+def get_op(name: str) -> Callable[..., Any]:
+    """The public operator of that name; each accepts `backend=`, `strict=` and `contract=`. ValueError otherwise."""
+    if name not in _OPS:
+        raise ValueError(f"get_op: expected one of {', '.join(_OPS)}, got {name!r}")
+    return _OPS[name]
+
+
+def get_logprob_op(
+    contract: str | LogprobContract,
+    requested_backend: str = "auto",
+    *,
+    device: torch.device | str | None = None,
+) -> LogprobOp:
+    """An operator whose every call is checked against `contract`, in strict mode, on the backend that serves it here.
+
+    Args:
+        contract: a LogprobContract, or a contract id (then for linear_logp in bf16).
+        requested_backend: "auto" or a name; no other is taken in its stead.
+        device: where the tensors will be; by default the current GPU where there is one, else the CPU.
+
+    The operator is `linear_logp`, or `vocab_parallel_logp` when contract.entry is "logits that exist". Not collective.
+
+    Raises: ContractError, naming the field, when this machine cannot honour the contract so.
+    """
+    checks.contract(contract)
+    stated = contract if isinstance(contract, LogprobContract) else None
+    if contract is None:
+        raise TypeError(f"contract must be {CONTRACT_ID!r} or a LogprobContract, got None")
+    given_logits = stated is not None and stated.entry != "linear_logp"
+    dtype = _DTYPES[stated.weight_dtype] if stated else torch.bfloat16
+    where = torch.device(device) if device is not None else _default_device()
+    try:
+        choice = kernels.select_backend(requested_backend, where, dtype, given_logits)
+    except ValueError as error:
+        raise ContractError(f"backend: {error}", "backend") from error
+    strict.check_machine(choice)
+    if stated is not None:
+        stated.check_call({"projection_id": choice.projection})
+    op = functools.partial(
+        vocab_parallel_logp if given_logits else linear_logp, backend=choice.backend, strict=True, contract=contract
     )
+    provenance = OpProvenance(
+        CONTRACT_ID,
+        stated.fingerprint if stated else None,
+        choice.projection,
+        choice.backend,
+        where.type,
+        *architecture(where),
+        kernels.build_id(),
+        choice.rejected,
+    )
+    return LogprobOp(op, kernels.row(choice.backend).capability, provenance)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

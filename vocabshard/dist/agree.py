@@ -24,19 +24,20 @@ CHUNK = 1 << 18  # elements that are looked at a time, so that agreeing takes no
 
 def raise_together(error: Exception | None, group: Any) -> None:
     """One collective; raises the error of the lowest failing rank on every rank."""
-    described = None if error is None else (type(error).__name__, str(error))
+    described = None if error is None else (type(error).__name__, str(error), getattr(error, "field", None))
     errors = gather_objects(described, group)
     _raise_first(errors, error)
 
 
-def _raise_first(errors: list[tuple[str, str] | None], own: Exception | None) -> None:
+def _raise_first(errors: list[tuple[str, str, str | None] | None], own: Exception | None) -> None:
     failed = [(rank, e) for rank, e in enumerate(errors) if e is not None]
     if not failed:
         return
     if len(errors) == 1 and own is not None:
         raise own
-    rank, (kind, message) = failed[0]
-    raise _KINDS.get(kind, ValueError)(f"rank {rank} of the group: {message}") from own
+    rank, (kind, message, field) = failed[0]
+    text = f"rank {rank} of the group: {message}"
+    raise (ContractError(text, field) if kind == "ContractError" else _KINDS.get(kind, ValueError)(text)) from own
 
 
 def compare(values: list[dict[str, Any]], advice: str) -> None:

@@ -48,6 +48,7 @@ class Backend:
     missing: Callable[[Site], str]  # why it cannot serve what it declares, here and now; "" where it can
     projection: Callable[[Site], str]  # of linear_logp
     automatic: Callable[[Site], str] = lambda site: ""  # why backend="auto" leaves it alone though it could serve
+    bit_knobs: tuple[str, ...] = ()  # environment variables that may change what its compiler makes
     of_logits: str = GIVEN_LOGITS  # the projection id when the logits exist
 
     def refusal(self, site: Site) -> str:
@@ -124,6 +125,7 @@ BACKENDS: tuple[Backend, ...] = (
         missing=_triton_missing,
         projection=_triton_projection,
         automatic=_triton_automatic,
+        bit_knobs=("TRITON_KERNEL_OVERRIDE", "TRITON_OVERRIDE_ARCH", "PTXAS_OPTIONS"),
     ),
     Backend(
         "torch",

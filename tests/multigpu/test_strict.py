@@ -1,0 +1,55 @@
+"""Strict mode over a group: one provenance, one fingerprint, and the same error with its field on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import vocabshard as vs
+from vocabshard.launching import Ranks
+
+V, D = 320, 16
+
+
+def call(ranks: Ranks, shard: vs.VocabShard, **options) -> vs.LogpOutput:
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(5, D, generator=g), torch.randn(V, D, generator=g)
+    target = torch.randint(0, V, (5,), generator=g)
+    hidden, weight, target = (x.to(ranks.device) for x in (hidden, weight, target))
+    out = vs.linear_logp(hidden, weight[shard.start : shard.stop], target, shard=shard, return_lse=True, **options)
+    assert isinstance(out, vs.LogpOutput)
+    return out
+
+
+def shard_at(ranks: Ranks, step: int) -> vs.VocabShard:
+    bounds = [min(step * i, V) for i in range(ranks.world_size)] + [V]
+    return vs.VocabShard(bounds[ranks.rank], bounds[ranks.rank + 1], V, V, dist.group.WORLD)
+
+
+def test_one_fingerprint_on_every_rank_and_at_every_sharding(ranks: Ranks) -> None:
+    found = [call(ranks, shard_at(ranks, step), strict=True).provenance for step in (32, 80)]
+    alone = vs.VocabShard(0, V, V, V)
+    found.append(call(ranks, alone, strict=True).provenance)
+    mine = [p.fingerprint for p in found if p is not None]
+    everyone: list[list[str]] = [[] for _ in range(ranks.world_size)]
+    dist.all_gather_object(everyone, mine)
+    assert {fingerprint for theirs in everyone for fingerprint in theirs} == {mine[0]}
+    assert found[0] is not None and found[0].shard_ranges == shard_at(ranks, 32).ranges
+
+
+def test_every_rank_gets_the_error_and_its_field(ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        pytest.skip("needs inner boundaries")
+    with pytest.raises(vs.ContractError, match="not multiples of 16") as caught:
+        call(ranks, shard_at(ranks, 40), strict=True, validate=True)
+    assert caught.value.field == "shard_ranges"
+    shard = shard_at(ranks, 32)
+    contract = vs.LogprobContract(role="trainer", weight_dtype="fp32", shard_ranges=shard.ranges)
+    call(ranks, shard, contract=contract, validate=True)
+    one_rank = replace(contract, softcap=30.0) if ranks.rank == ranks.world_size - 1 else contract
+    with pytest.raises(vs.ContractError, match=rf"rank {ranks.world_size - 1} of the group: softcap") as caught:
+        call(ranks, shard, contract=one_rank, validate=True)
+    assert caught.value.field == "softcap"
