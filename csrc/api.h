@@ -46,21 +46,31 @@ struct RowGradients {
   const float* entropy = nullptr;
 };
 
+// How a backward leaves its gradients.
+struct GradientPlan {
+  bool continue_hidden = false;  // grad_hidden holds accumulators: each goes on as one FMA chain, columns ascending
+  bool add_weight = false;       // grad_weight is fp32 and added to, each element once
+  Matrix kept;                   // what the forward kept
+};
+
 // How to run, never what comes out.
 struct CpuRun {
   int threads = 1;
   int isa = -1;  // -1: the best this machine has; 0 baseline, 1 AVX2, 2 AVX-512
 };
 
-// records [R, N]: contract.h. logits.data == nullptr: not wanted; else fp32 [N, V_local].
+// records [R, N]: contract.h. logits.data == nullptr: not wanted; else fp32 [N, V_local]. kept.data == nullptr:
+// nothing; else fp32 [rows, valid], the chains of the first rows.
 void cpu_linear_forward(const Matrix& hidden, const Matrix& weight, const Vector& bias, const RowInputs& rows,
-                        const Problem& problem, int64_t* records, const Matrix& logits, const CpuRun& run);
+                        const Problem& problem, int64_t* records, const Matrix& logits, const Matrix& kept,
+                        const CpuRun& run);
 
 // grad_hidden fp32 [N, D], grad_weight [V_local, D] and grad_bias [V_local] in the parameter's dtype, all contiguous
-// and overwritten; data == nullptr: not wanted.
+// and overwritten unless `how` says otherwise; data == nullptr: not wanted.
 void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vector& bias, const RowInputs& rows,
                          const Problem& problem, const RowGradients& gradients, const Matrix& grad_hidden,
-                         const Matrix& grad_weight, const Matrix& grad_bias, const CpuRun& run);
+                         const Matrix& grad_weight, const Matrix& grad_bias, const GradientPlan& how,
+                         const CpuRun& run);
 
 // source[m]: the row of logits that output row m reads; nullptr: m. Output rows are `outputs` many.
 void cpu_logits_forward(const Matrix& logits, const int64_t* source, int64_t outputs, const RowInputs& rows,

@@ -119,6 +119,11 @@ void bind_structs(py::module_& m) {
            }),
            py::arg("lse2_int"), py::arg("lse2_frac"), py::arg("row_entropy"), py::arg("target"), py::arg("softmax"),
            py::arg("entropy"));
+  py::class_<GradientPlan>(m, "GradientPlan")
+      .def(py::init([](bool continue_hidden, bool add_weight, const Matrix& kept) {
+             return GradientPlan{continue_hidden, add_weight, kept};
+           }),
+           py::arg("continue_hidden"), py::arg("add_weight"), py::arg("kept"));
   py::class_<CpuRun>(m, "CpuRun")
       .def(py::init([](int threads, int isa) { return CpuRun{threads, isa}; }), py::arg("threads") = 1,
            py::arg("isa") = -1);
@@ -128,14 +133,14 @@ void bind_cpu(py::module_& m) {
   m.def(
       "cpu_linear_forward",
       [](const Matrix& hidden, const Matrix& weight, const Vector& bias, const RowInputs& rows, const Problem& problem,
-         uintptr_t records, const Matrix& logits, const CpuRun& run) {
-        cpu_linear_forward(hidden, weight, bias, rows, problem, pointer<int64_t>(records), logits, run);
+         uintptr_t records, const Matrix& logits, const Matrix& kept, const CpuRun& run) {
+        cpu_linear_forward(hidden, weight, bias, rows, problem, pointer<int64_t>(records), logits, kept, run);
       },
       py::arg("hidden"), py::arg("weight"), py::arg("bias"), py::arg("rows"), py::arg("problem"), py::arg("records"),
-      py::arg("logits"), py::arg("run"), Unlocked());
+      py::arg("logits"), py::arg("kept"), py::arg("run"), Unlocked());
   m.def("cpu_linear_backward", &cpu_linear_backward, py::arg("hidden"), py::arg("weight"), py::arg("bias"),
         py::arg("rows"), py::arg("problem"), py::arg("gradients"), py::arg("grad_hidden"), py::arg("grad_weight"),
-        py::arg("grad_bias"), py::arg("run"), Unlocked());
+        py::arg("grad_bias"), py::arg("how"), py::arg("run"), Unlocked());
   m.def(
       "cpu_logits_forward",
       [](const Matrix& logits, uintptr_t source, int64_t outputs, const RowInputs& rows, const Problem& problem,

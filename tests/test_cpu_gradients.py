@@ -11,7 +11,7 @@ from torch import Tensor
 from vocabshard import _C
 from vocabshard.dist.fold import fold
 from vocabshard.kernels import cpu
-from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.testing.compare import assert_same_bytes
 
 INF, NAN = float("inf"), float("nan")
@@ -51,14 +51,23 @@ class Case:
         logp, lse, entropy = self.upstream
         return RowGrads(logp, lse - logp, entropy)
 
-    def saved(self) -> SavedRows:
+    def saved(self, keep: KeptLogits | None = None, want_logits: bool = False) -> SavedRows:
         records, _ = cpu.forward(
-            self.hidden, self.weight, self.bias, self.target_ids, self.inv_temperature, self.problem()
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.target_ids,
+            self.inv_temperature,
+            self.problem(),
+            want_logits=want_logits,
+            keep=keep,
         )
         rows = fold("cpu", records[None], self.target_ids, -100, self.V, "nan")
         return SavedRows(rows.lse2_int, rows.lse2_frac, rows.entropy)
 
-    def run(self, saved: SavedRows | None = None, needs: Needs = ALL) -> tuple[Tensor | None, ...]:
+    def run(
+        self, saved: SavedRows | None = None, needs: Needs = ALL, how: GradPlan = ORDINARY
+    ) -> tuple[Tensor | None, ...]:
         return cpu.backward(
             self.hidden,
             self.weight,
@@ -69,6 +78,7 @@ class Case:
             self.saved() if saved is None else saved,
             self.grads(),
             needs,
+            how,
         )
 
     def logits(self) -> Tensor:
@@ -198,6 +208,97 @@ def test_shards_and_batches(D: int) -> None:
     case.hidden, case.target_ids, case.upstream = case.hidden[rows], case.target_ids[rows], case.upstream[:, rows]
     moved = SavedRows(*(x[rows] for x in saved if x is not None))
     assert_same_bytes(case.run(moved)[0], hidden[rows], "grad_hidden in another batch")
+
+
+@pytest.mark.parametrize("N, D, V", [(17, 17, 300), (300, 40, 1000), (1500, 9, 700)])
+def test_what_the_forward_kept_changes_no_byte(N: int, D: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(N, D, V, torch.bfloat16, softcap=9.0, temperature=True)
+    saved, expected = case.saved(), case.run()
+    for rows in (1, 16, N // 2, N):
+        for isa in USABLE:
+            run_with(monkeypatch, 2, isa)
+            kept = cpu.new_kept(rows, V, case.hidden.dtype, case.hidden.device)
+            kept.tensors[0].fill_(NAN)
+            for a, b in zip(case.saved(kept, want_logits=rows == N), saved, strict=True):
+                assert_same_bytes(a, b, f"folded rows, {rows} kept")
+            for _ in range(2):  # the backward leaves what was kept
+                same(case.run(saved, how=GradPlan(kept=kept)), expected, f"{rows} rows kept, isa {isa}")
+    # they are read: what was kept, changed, changes the gradients
+    kept.tensors[0][0] += 1
+    with pytest.raises(AssertionError, match="grad_hidden"):
+        same(case.run(saved, how=GradPlan(kept=kept)), expected)
+    hidden = case.run(saved, Needs(True, False, False))[0]
+    assert hidden is not None
+    part = slice(N // 3, N // 3 + N // 2)  # rows of it, as a batch of their own
+    case.hidden, case.target_ids, case.upstream = case.hidden[part], case.target_ids[part], case.upstream[:, part]
+    assert case.inv_temperature is not None
+    case.inv_temperature = case.inv_temperature[part]
+    kept.tensors[0][0] -= 1
+    some = SavedRows(*(x[part] for x in saved if x is not None))
+    how = GradPlan(kept=KeptLogits((kept.tensors[0][: N // 2],)).part(part.start, part.stop))
+    assert_same_bytes(case.run(some, Needs(True, False, False), how)[0], hidden[part], "a slice of what was kept")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad_is_added_to_once(dtype: torch.dtype) -> None:
+    case = Case(1100, 24, 1000, dtype)
+    case.V = 990
+    case.target_ids %= case.V
+    saved, expected = case.saved(), case.run()
+    case.weight = case.weight.float()
+    case.hidden, case.bias = case.hidden.float(), case.bias.float()
+    in_fp32 = case.run(saved)[1]
+    case.hidden, case.weight, case.bias = (x.to(dtype) for x in (case.hidden, case.weight, case.bias))
+    before = torch.randn(1000, 24, generator=torch.Generator().manual_seed(3))
+    main_grad = before.clone()
+    hidden, weight, bias = case.run(saved, how=GradPlan(main_grad=main_grad))
+    assert weight is None
+    same((hidden, bias, None), (expected[0], expected[2], None))
+    assert_same_bytes(main_grad, before + in_fp32)
+    case.upstream.zero_()
+    case.run(saved, how=GradPlan(main_grad=main_grad))
+    assert_same_bytes(main_grad, before + in_fp32, "nothing to add")
+
+
+@pytest.mark.parametrize("N, D", [(30, 100), (300, 30), (20, 12_500)])
+def test_accumulators_go_on_as_one_chain_that_no_shard_boundary_cuts(
+    N: int, D: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(N, D, 1030 if D < 1000 else 70)
+    saved = case.saved()
+    start_values = torch.randn(N, D, generator=torch.Generator().manual_seed(4))
+    weight, bias, V = case.weight, case.bias, case.V
+    results = []
+    for number, bounds in enumerate(((0, V), (0, 16, 16, 48, V), (0, 48, 64, V))):
+        run_with(monkeypatch, 1 + number, USABLE[number % len(USABLE)])
+        grad_hidden = start_values.clone()
+        for start, stop in itertools.pairwise(bounds):
+            case.weight, case.bias = weight[start:stop], bias[start:stop]
+            got = cpu.backward(
+                case.hidden, case.weight, case.bias, case.target_ids, None, case.problem(start, stop), saved,
+                case.grads(), Needs(True, False, False), GradPlan(grad_hidden=grad_hidden),
+            )  # fmt: skip
+            assert got[0] is grad_hidden
+        results.append(grad_hidden)
+    case.weight, case.bias = weight, bias
+    silent = (case.upstream == 0).all(0)
+    assert_same_bytes(results[0][silent], start_values[silent])
+    for other in results[1:]:
+        assert_same_bytes(other, results[0])
+    ordinary = case.run(saved)[0]
+    assert ordinary is not None
+    assert rms(results[0] - start_values - ordinary) < 1e-5 * rms(ordinary)
+    # an ordinary sum by shards differs, so the chain is what makes them equal
+    halves = torch.zeros(N, D)
+    for start, stop in ((0, 48), (48, V)):
+        case.weight, case.bias = weight[start:stop], bias[start:stop]
+        part = cpu.backward(
+            case.hidden, case.weight, case.bias, case.target_ids, None, case.problem(start, stop), saved,
+            case.grads(), Needs(True, False, False),
+        )[0]  # fmt: skip
+        assert part is not None
+        halves += part
+    assert bool((halves != ordinary).any())
 
 
 def test_rows_without_a_gradient_contribute_nothing() -> None:

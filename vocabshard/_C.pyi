@@ -26,6 +26,9 @@ class RowGradients:
         self, lse2_int: int, lse2_frac: int, row_entropy: int, target: int, softmax: int, entropy: int
     ) -> None: ...
 
+class GradientPlan:
+    def __init__(self, continue_hidden: bool, add_weight: bool, kept: Matrix) -> None: ...
+
 class CpuRun:
     def __init__(self, threads: int = 1, isa: int = -1) -> None: ...
 
@@ -46,6 +49,7 @@ def cpu_linear_forward(
     problem: Problem,
     records: int,
     logits: Matrix,
+    kept: Matrix,
     run: CpuRun,
 ) -> None: ...
 def cpu_linear_backward(
@@ -58,6 +62,7 @@ def cpu_linear_backward(
     grad_hidden: Matrix,
     grad_weight: Matrix,
     grad_bias: Matrix,
+    how: GradientPlan,
     run: CpuRun,
 ) -> None: ...
 def cpu_logits_forward(

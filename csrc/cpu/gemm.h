@@ -69,7 +69,10 @@ static void multiply(const Product& x) {
       }
       if (ragged && x.mode == kChain)
         for (int r = 0; r < kTileRows; ++r)
-          for (int64_t l = 0; l < wide; ++l) edge[r][l] = r < high ? x.c[(i + r) * x.c_row + j + l] : 0.0f;
+          for (int64_t l = 0; l < wide; ++l) {
+            const int64_t row = x.c_index ? x.c_index[i + (r < high ? r : 0)] : i + r;
+            edge[r][l] = r < high ? x.c[row * x.c_row + j + l] : 0.0f;
+          }
       const int mode = ragged && x.mode == kAdd ? kStore : x.mode;
       if (columns)
         tile_of<true>(panels, x.k, a, x.a_step, b, x.b_panel, c, mode);

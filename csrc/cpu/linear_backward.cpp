@@ -2,8 +2,9 @@
 //
 // Vocabulary super-blocks outside, blocks of rows inside; only rows with a gradient take part. Each pair first makes
 // its gradients of the logits, then adds its products. Long sums are cut into fixed blocks: a block is one FMA chain
-// from zero, blocks are added in ascending order. Nothing here depends on threads, on V_local or on a neighbour's
-// values.
+// from zero, blocks are added in ascending order. Where grad_hidden goes on from accumulators it is one chain instead,
+// which no boundary between shards can cut. Nothing here depends on threads, on V_local, on a neighbour's values or on
+// what the forward kept.
 #include "cpu/problem.h"
 
 namespace vocabshard {
@@ -23,7 +24,7 @@ struct Sizes {
   int64_t rows, columns, ld;
 };
 
-Sizes plan(int64_t active, int64_t steps, int64_t valid, bool accumulates) {
+Sizes plan(int64_t active, int64_t steps, int64_t valid, bool apart) {
   Sizes s;
   const int64_t row_bytes = 4 * larger(steps, 1);
   s.sum_block = kSumBlock;
@@ -34,7 +35,7 @@ Sizes plan(int64_t active, int64_t steps, int64_t valid, bool accumulates) {
   s.rows = whole(smaller(kRowsMax, kBytes / row_bytes), active, kLanes);
   s.ld = s.rows + kLanes;  // rows of a power of two would share cache sets
   int64_t columns = smaller(kColumnsMax, kGradientBytes / (4 * s.ld));
-  if (accumulates) columns = smaller(columns, kBytes / row_bytes);
+  if (apart) columns = smaller(columns, kBytes / row_bytes);
   s.columns = whole(columns, valid, kLanes);
   return s;
 }
@@ -48,18 +49,23 @@ struct Backward {
   const RowInputs& rows;
   const Problem& problem;
   const RowGradients& gradients;
+  const GradientPlan& how;
+  const bool apart;  // grad_weight is summed in weight_sums first
 
   Scratch<int64_t> index;  // rows of the block at hand
   Scratch<PanelRows> panel_rows;
   Scratch<float> packed;       // [panel][D][16]
   Scratch<float> dz;           // [column][ld]
-  Scratch<float> weight_sums;  // fp32 [column][D] when grad_weight is not fp32
+  Scratch<float> weight_sums;  // fp32 [column][D], if apart
   Scratch<double> bias_sums;   // [column]
   Scratch<float> scratch;
   int64_t worker_size;
+  int64_t kept_panels;  // leading panels of the block at hand whose logits were kept
 
   void pack(int64_t count);
   void make_dz(int64_t v0, int64_t columns, int64_t count);
+  void load_kept(int64_t first_column, int64_t columns, int64_t first, int64_t panels, int64_t count, float* strip,
+                 float* z);
   void add_products(int64_t v0, int64_t columns, int64_t count, bool first);
   void add_hidden(int64_t v0, int64_t columns, int64_t row, int64_t rows_here, int64_t d, int64_t wide, float* panels);
   void add_weight(int64_t v0, int64_t v, int64_t columns, int64_t count, int64_t d, int64_t wide, bool first,
@@ -72,7 +78,7 @@ void Backward::pack(int64_t count) {
   const int64_t D = hidden.cols;
   team.run(ceil_div(count, kLanes), [&](int64_t p, int) {
     const int64_t first = p * kLanes, lanes = smaller(kLanes, count - first);
-    kernels.pack_panel(hidden, index.get() + first, 0, lanes, 0, D, packed.get() + first * D);
+    if (p >= kept_panels) kernels.pack_panel(hidden, index.get() + first, 0, lanes, 0, D, packed.get() + first * D);
     fill_panel(rows, problem, &gradients, index.get() + first, 0, lanes, &panel_rows[p]);
   });
 }
@@ -82,11 +88,25 @@ void Backward::make_dz(int64_t v0, int64_t columns, int64_t count) {
   const int64_t chunk = kChunkRows / kLanes, chunks = ceil_div(panels, chunk);
   team.run(ceil_div(columns, step) * chunks, [&](int64_t task, int worker) {
     const int64_t v = task / chunks * step, p = task % chunks * chunk;
-    float* z = dz.get() + v * sizes.ld + p * kLanes;
-    const Block block = projection.run(v0 + v, smaller(step, columns - v), packed.get() + p * kLanes * D,
-                                       smaller(chunk, panels - p), scratch.get() + worker * worker_size, z, sizes.ld);
-    kernels.gradients(block, panel_rows.get() + p);
+    float *z = dz.get() + v * sizes.ld + p * kLanes, *mine = scratch.get() + worker * worker_size;
+    const int64_t wide = smaller(step, columns - v), high = smaller(chunk, panels - p);
+    const int64_t kept = smaller(larger(kept_panels - p, 0), high);
+    load_kept(v0 + v, wide, p, kept, count, mine, z);
+    if (kept < high)
+      projection.multiply(v0 + v, wide, packed.get() + (p + kept) * kLanes * D, high - kept, mine, z + kept * kLanes,
+                          sizes.ld);
+    kernels.gradients(projection.block(v0 + v, wide, high, mine, z, sizes.ld), panel_rows.get() + p);
   });
+}
+
+void Backward::load_kept(int64_t first_column, int64_t columns, int64_t first, int64_t panels, int64_t count,
+                         float* strip, float* z) {
+  for (int64_t p = 0; p < panels; ++p) {
+    const int64_t row = (first + p) * kLanes;
+    kernels.pack_panel(how.kept, index.get() + row, 0, smaller(kLanes, count - row), first_column, columns, strip);
+    for (int64_t v = 0; v < columns; ++v)
+      std::memcpy(z + v * sizes.ld + p * kLanes, strip + v * kLanes, kLanes * sizeof(float));
+  }
 }
 
 void Backward::add_hidden(int64_t v0, int64_t columns, int64_t row, int64_t rows_here, int64_t d, int64_t wide,
@@ -95,14 +115,15 @@ void Backward::add_hidden(int64_t v0, int64_t columns, int64_t row, int64_t rows
     const int64_t deep = smaller(sizes.sum_block, columns - v);
     kernels.pack_columns(weight, nullptr, v0 + v, deep, d, wide, panels);
     kernels.multiply({rows_here, wide, deep, dz.get() + v * sizes.ld + row, 1, sizes.ld, panels, deep * kLanes,
-                      static_cast<float*>(grad_hidden.data) + d, hidden.cols, index.get() + row, kAdd});
+                      static_cast<float*>(grad_hidden.data) + d, hidden.cols, index.get() + row,
+                      how.continue_hidden ? kChain : kAdd});
   }
 }
 
 void Backward::add_weight(int64_t v0, int64_t v, int64_t columns, int64_t count, int64_t d, int64_t wide, bool first,
                           float* panels) {
   const int64_t D = hidden.cols;
-  float* sums = grad_weight.dtype == kF32 ? static_cast<float*>(grad_weight.data) + v0 * D : weight_sums.get();
+  float* sums = apart ? weight_sums.get() : static_cast<float*>(grad_weight.data) + v0 * D;
   for (int64_t n = 0; n < count; n += sizes.sum_block) {
     const int64_t deep = smaller(sizes.sum_block, count - n);
     kernels.pack_columns(hidden, index.get() + n, 0, deep, d, wide, panels);
@@ -139,12 +160,17 @@ void Backward::add_products(int64_t v0, int64_t columns, int64_t count, bool fir
   });
 }
 
-// Sums that were kept apart, rounded once into the parameter's dtype.
+// Sums that were kept apart, added to what is there or rounded once into the parameter's dtype.
 void Backward::finish_columns(int64_t v0, int64_t columns) {
   const int64_t D = hidden.cols;
-  if (grad_weight.data && grad_weight.dtype != kF32)
+  if (apart)
     team.run(ceil_div(columns, kLanes), [&](int64_t task, int) {
       const int64_t v = task * kLanes, count = smaller(kLanes, columns - v) * D;
+      if (how.add_weight) {
+        float* to = static_cast<float*>(grad_weight.data) + (v0 + v) * D;
+        for (int64_t i = 0; i < count; ++i) to[i] += weight_sums[v * D + i];
+        return;
+      }
       kernels.store_row(weight_sums.get() + v * D, count, grad_weight.dtype,
                         static_cast<uint16_t*>(grad_weight.data) + (v0 + v) * D);
     });
@@ -176,7 +202,8 @@ bool is_active(const RowGradients& g, int64_t n) {
 
 void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vector& bias, const RowInputs& rows,
                          const Problem& problem, const RowGradients& gradients, const Matrix& grad_hidden,
-                         const Matrix& grad_weight, const Matrix& grad_bias, const CpuRun& run) {
+                         const Matrix& grad_weight, const Matrix& grad_bias, const GradientPlan& how,
+                         const CpuRun& run) {
   const Kernels& kernels = cpu::kernels(run.isa);
   const int64_t N = hidden.rows, D = hidden.cols, V = problem.valid;
   if (!grad_hidden.data && !grad_weight.data && !grad_bias.data) return;
@@ -185,13 +212,13 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
 
   int64_t active = 0;
   for (int64_t n = 0; n < N; ++n) active += is_active(gradients, n);
-  clear_rows(team, grad_hidden, 0);
-  clear_rows(team, grad_weight, active ? V : 0);
+  if (!how.continue_hidden) clear_rows(team, grad_hidden, 0);
+  if (!how.add_weight) clear_rows(team, grad_weight, active ? V : 0);
   clear_rows(team, grad_bias, active ? V : 0);
   if (active == 0 || V == 0) return;
 
-  const bool accumulates = grad_weight.data && grad_weight.dtype != kF32;
-  const Sizes sizes = plan(active, D, V, accumulates);
+  const bool apart = grad_weight.data && (how.add_weight || grad_weight.dtype != kF32);
+  const Sizes sizes = plan(active, D, V, apart);
   Backward work{kernels,
                 hidden,
                 weight,
@@ -204,13 +231,16 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
                 rows,
                 problem,
                 gradients,
+                how,
+                apart,
                 Scratch<int64_t>(sizes.rows),
                 Scratch<PanelRows>(ceil_div(sizes.rows, kLanes)),
                 Scratch<float>(sizes.rows * D),
                 Scratch<float>((sizes.columns + kRowSlack) * sizes.ld),
-                Scratch<float>(accumulates ? sizes.columns * D : 0),
+                Scratch<float>(apart ? sizes.columns * D : 0),
                 Scratch<double>(sizes.columns),
                 Scratch<float>(),
+                0,
                 0};
   work.worker_size = round_up(larger(work.projection.scratch(), sizes.sum_block * kOutColumns), kLanes);
   work.scratch = Scratch<float>(team.size() * work.worker_size);
@@ -221,6 +251,10 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
       int64_t count = 0;
       for (; n < N && count < sizes.rows; ++n)
         if (is_active(gradients, n)) work.index[count++] = n;
+      work.kept_panels = 0;
+      while (work.kept_panels * kLanes < count &&
+             work.index[smaller(count, (work.kept_panels + 1) * kLanes) - 1] < how.kept.rows)
+        ++work.kept_panels;
       if (v0 == 0 || count < active) work.pack(count);  // a single block stays packed
       work.make_dz(v0, columns, count);
       work.add_products(v0, columns, count, done == 0);

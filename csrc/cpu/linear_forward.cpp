@@ -21,7 +21,8 @@ int64_t row_block(int64_t rows, int64_t steps) {
 }  // namespace
 
 void cpu_linear_forward(const Matrix& hidden, const Matrix& weight, const Vector& bias, const RowInputs& rows,
-                        const Problem& problem, int64_t* records, const Matrix& logits, const CpuRun& run) {
+                        const Problem& problem, int64_t* records, const Matrix& logits, const Matrix& kept,
+                        const CpuRun& run) {
   const Kernels& kernels = cpu::kernels(run.isa);
   const int64_t N = hidden.rows, D = hidden.cols;
   if (N == 0) return;
@@ -60,6 +61,10 @@ void cpu_linear_forward(const Matrix& hidden, const Matrix& weight, const Vector
         for (int64_t p = 0; p < panels; p += chunk_panels) {
           Block block = projection.run(v, columns, packed.get() + p * kLanes * D, smaller(chunk_panels, panels - p),
                                        z + z_size, z, ld);
+          for (int64_t q = 0; q < block.panels && kept.data; ++q) {
+            const int64_t first = row0 + (p + q) * kLanes, lanes = smaller(kLanes, kept.rows - first);
+            if (lanes > 0) kernels.unpack_panel(z + q * kLanes, ld, kept, nullptr, first, lanes, v, columns);
+          }
           if (logits.data) {
             kernels.finish_logits(block);
             block.bias = nullptr;

@@ -43,8 +43,8 @@ Projection::Projection(const Kernels& kernels, const Matrix& weight, const Vecto
   bias_.col_stride = bias.stride;
 }
 
-Block Projection::run(int64_t first_column, int64_t columns, const float* packed, int64_t panels, float* scratch,
-                      float* z, int64_t ld) const {
+void Projection::multiply(int64_t first_column, int64_t columns, const float* packed, int64_t panels, float* scratch,
+                          float* z, int64_t ld) const {
   const int64_t steps = weight_.cols;
   float* block = scratch;
   for (int64_t k = 0; k < steps; k += step_block_) {
@@ -56,6 +56,10 @@ Block Projection::run(int64_t first_column, int64_t columns, const float* packed
   if (steps == 0)
     for (int64_t v = 0; v < columns; ++v)
       for (int64_t l = 0; l < panels * kLanes; ++l) z[v * ld + l] = 0.0f;
+}
+
+Block Projection::block(int64_t first_column, int64_t columns, int64_t panels, float* scratch, float* z,
+                        int64_t ld) const {
   float* bias = nullptr;
   if (bias_.data) {
     bias = scratch + (column_block_ + kRowSlack) * row_size();

@@ -31,11 +31,20 @@ class Projection {
              int64_t rows);
 
   int64_t column_block() const { return column_block_; }
-  int64_t scratch() const { return (column_block_ + kRowSlack) * row_size() + column_block_; }  // floats a worker needs
+  // floats a worker needs; a column block of a panel fits too
+  int64_t scratch() const { return (column_block_ + kRowSlack) * row_size() + column_block_; }
 
   // packed: panels of D * 16; z[column * ld + lane]. The block's bias lies in scratch.
   Block run(int64_t first_column, int64_t columns, const float* packed, int64_t panels, float* scratch, float* z,
-            int64_t ld) const;
+            int64_t ld) const {
+    multiply(first_column, columns, packed, panels, scratch, z, ld);
+    return block(first_column, columns, panels, scratch, z, ld);
+  }
+
+  // Its two halves: the chains, and what belongs to them.
+  void multiply(int64_t first_column, int64_t columns, const float* packed, int64_t panels, float* scratch, float* z,
+                int64_t ld) const;
+  Block block(int64_t first_column, int64_t columns, int64_t panels, float* scratch, float* z, int64_t ld) const;
 
  private:
   int64_t row_size() const { return step_block_ + kLanes; }  // odd multiples of a cache line

@@ -19,7 +19,6 @@ from vocabshard.kernels.problem import (
     Needs,
     RowGrads,
     SavedRows,
-    keeps_nothing,
 )
 from vocabshard.partials import new_records
 
@@ -91,7 +90,7 @@ def forward(
     """hidden [N, D] and weight [V_local, D] of one dtype, any strides -> records int64 [R, N], logits fp32 or None.
 
     target_ids int64 [N] are global; inv_temperature is None, a float or fp32 [N]; both tensors contiguous. The logits
-    [N, V_local] are those before temperature, -inf in padding columns.
+    [N, V_local] are those before temperature, -inf in padding columns. `keep` gets the chains of its rows in fp32.
     """
     records = new_records(hidden.shape[0], problem.entropy, hidden.device)
     logits = torch.empty(hidden.shape[0], weight.shape[0]) if want_logits else None
@@ -103,9 +102,23 @@ def forward(
         _problem(problem),
         records.data_ptr(),
         _optional(logits),
+        _kept(keep),
         _run(),
     )
     return records, logits
+
+
+def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:
+    """The fp32 chains, so that a backward gives the same bytes with them and without."""
+    return 4 * columns
+
+
+def new_kept(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> KeptLogits:
+    return KeptLogits((torch.empty(rows, columns),))
+
+
+def _kept(kept: KeptLogits | None) -> _C.Matrix:
+    return _ABSENT if kept is None else _matrix(kept.tensors[0])
 
 
 def backward(
@@ -122,11 +135,16 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of this rank: hidden fp32 [N, D], weight [V_local, D] and bias [V_local] in their dtypes, or None.
 
-    Logits are made again block by block. Sums are fp32 (bias: fp64) in an order that depends on D and on the rows that
-    have a gradient alone, and are rounded once.
+    Logits are made again block by block, but for rows that were kept. Sums are fp32 (bias: fp64) in an order that
+    depends on D and on the rows that have a gradient alone, and are rounded once. Accumulators that are given go on as
+    one FMA chain over the columns.
     """
-    grad_hidden = torch.empty(hidden.shape) if needs.hidden else None
-    grad_weight = torch.empty(weight.shape, dtype=weight.dtype) if needs.weight else None
+    grad_hidden = None
+    if needs.hidden:
+        grad_hidden = torch.empty(hidden.shape) if how.grad_hidden is None else how.grad_hidden
+    grad_weight = None
+    if needs.weight:
+        grad_weight = torch.empty(weight.shape, dtype=weight.dtype) if how.main_grad is None else how.main_grad
     grad_bias = torch.empty(bias.shape, dtype=bias.dtype) if bias is not None and needs.bias else None
     gradients = _Gradients(problem, saved, grads)
     _C.cpu_linear_backward(
@@ -139,19 +157,12 @@ def backward(
         _optional(grad_hidden),
         _optional(grad_weight),
         _optional(grad_bias),
+        _C.GradientPlan(how.grad_hidden is not None, how.main_grad is not None, _kept(how.kept)),
         _run(),
     )
-    if grad_hidden is not None and how.grad_hidden is not None:
-        grad_hidden = how.grad_hidden.add_(grad_hidden)
-    if grad_hidden is not None and how.hidden_ready is not None:
+    if grad_hidden is not None and how.hidden_ready is not None:  # the products ran together: nothing is left to hide
         how.hidden_ready(grad_hidden)
-    if grad_weight is not None and how.main_grad is not None:
-        how.main_grad.add_(grad_weight)
-        grad_weight = None
-    return grad_hidden, grad_weight, grad_bias
-
-
-kept_bytes_per_row = keeps_nothing
+    return grad_hidden, None if how.main_grad is not None else grad_weight, grad_bias
 
 
 def logits_forward(
