@@ -97,6 +97,11 @@ void cpu_reciprocals(const float* t, int64_t count, float* out);
 void cpu_fold(const int64_t* gathered, int64_t world_size, int64_t words, int64_t rows, const int64_t* target_ids,
               int64_t ignore_index, int64_t real_vocab_size, bool invalid_is_nan, const FoldOutputs& out);
 
+// Sum modulo 2^64 of a hash of every 8-byte word of rows [first_row, first_row + rows) and of its place; a row's last
+// word is filled up with zeros. Sums of parts add up to that of the whole.
+uint64_t cpu_fingerprint(const void* data, int64_t rows, int64_t row_bytes, int64_t row_stride_bytes, int64_t first_row,
+                         int threads);
+
 // Instruction sets: compiled in, usable on this machine (bit i: isa i), and the one that isa = -1 takes.
 int cpu_isa_compiled();
 int cpu_isa_usable();

@@ -176,6 +176,16 @@ void bind_cpu(py::module_& m) {
       py::arg("entropy"), py::arg("lse2_int"), py::arg("lse2_frac"), py::arg("maximum"), Unlocked());
 }
 
+void bind_fingerprint(py::module_& m) {
+  m.def(
+      "cpu_fingerprint",
+      [](uintptr_t data, int64_t rows, int64_t row_bytes, int64_t row_stride_bytes, int64_t first_row, int threads) {
+        return cpu_fingerprint(pointer<void>(data), rows, row_bytes, row_stride_bytes, first_row, threads);
+      },
+      py::arg("data"), py::arg("rows"), py::arg("row_bytes"), py::arg("row_stride_bytes"), py::arg("first_row"),
+      py::arg("threads"), Unlocked());
+}
+
 void bind_specification(py::module_& m) {
   m.def(
       "spec_exp",
@@ -223,6 +233,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("contraction_probe", &cpu_contraction_probe);
   bind_structs(m);
   bind_cpu(m);
+  bind_fingerprint(m);
   bind_specification(m);
 #if VOCABSHARD_CUDA
   sm90::register_sm90(m);

@@ -95,6 +95,9 @@ def cpu_fold(
     lse2_frac: int,
     maximum: int,
 ) -> None: ...
+def cpu_fingerprint(
+    data: int, rows: int, row_bytes: int, row_stride_bytes: int, first_row: int, threads: int
+) -> int: ...
 def spec_exp(y: int, count: int, k: int, p: int) -> None:
     """contract.h's scalar exp_split over fp32 y: int32 k, fp32 p."""
 

@@ -1,6 +1,7 @@
 """Selected-token log-probs of a language model's head, sharded by vocabulary, the same bytes whatever the sharding."""
 
 from vocabshard.contract import ContractError, Provenance
+from vocabshard.fingerprint import weight_fingerprint
 from vocabshard.functional import batch_invariant_logp, linear_logp, provenance, vocab_parallel_logp
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.modules import VocabParallelEmbedding, VocabParallelLinearLogp, VocabParallelLMHead
@@ -28,4 +29,5 @@ __all__ = [
     "linear_logp",
     "provenance",
     "vocab_parallel_logp",
+    "weight_fingerprint",
 ]

@@ -53,3 +53,20 @@ def test_every_rank_gets_the_error_and_its_field(ranks: Ranks) -> None:
     with pytest.raises(vs.ContractError, match=rf"rank {ranks.world_size - 1} of the group: softcap") as caught:
         call(ranks, shard, contract=one_rank, validate=True)
     assert caught.value.field == "softcap"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_has_one_fingerprint_at_every_sharding(ranks: Ranks, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, D, generator=g).to(dtype).to(ranks.device)
+    want = vs.weight_fingerprint(weight)
+    for step in (32, 80):
+        shard = shard_at(ranks, step)
+        assert vs.weight_fingerprint(weight[shard.start : shard.stop], shard) == want
+    padded = vs.VocabShard.split(V - 5, dist.group.WORLD, pad_to_multiple_of=96)
+    mine = torch.full((padded.size, D), float("nan"), dtype=dtype, device=ranks.device)
+    mine[: padded.valid] = weight[padded.start : padded.start + padded.valid]
+    assert vs.weight_fingerprint(mine, padded) == vs.weight_fingerprint(weight[: V - 5])
+    one_short = mine[: padded.size - (ranks.rank == 0)]
+    with pytest.raises(ValueError, match=rf"rank 0 of the group.*{padded.size - 1}|{padded.size - 1}"):
+        vs.weight_fingerprint(one_short, padded)

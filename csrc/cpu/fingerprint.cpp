@@ -1,0 +1,65 @@
+// The fingerprint of a matrix: a sum of a hash of each 8-byte word and its place, so that parts add up in any order.
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "api.h"
+#include "cpu/threads.h"
+
+namespace vocabshard {
+namespace {
+
+constexpr int64_t kWord = 8;
+
+// SplitMix64's output function (Steele, Lea and Flood, 2014).
+uint64_t mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+uint64_t row_key(int64_t row) { return mix(2 * static_cast<uint64_t>(row)); }
+uint64_t column_key(int64_t word) { return mix(2 * static_cast<uint64_t>(word) + 1); }
+
+uint64_t word_hash(uint64_t x, uint64_t key) {
+  const uint64_t y = x ^ key;
+  return (y & 0xffffffffu) * (y >> 32) + (x << 32 | x >> 32);
+}
+
+uint64_t row_sum(const unsigned char* row, int64_t bytes, uint64_t key, const uint64_t* columns) {
+  const int64_t words = bytes / kWord;
+  uint64_t sum = 0;
+  for (int64_t w = 0; w < words; ++w) {
+    uint64_t x;
+    std::memcpy(&x, row + w * kWord, kWord);
+    sum += word_hash(x, key + columns[w]);
+  }
+  if (bytes % kWord) {  // the last word is filled up with zeros
+    uint64_t x = 0;
+    std::memcpy(&x, row + words * kWord, static_cast<size_t>(bytes % kWord));
+    sum += word_hash(x, key + columns[words]);
+  }
+  return sum;
+}
+
+}  // namespace
+
+uint64_t cpu_fingerprint(const void* data, int64_t rows, int64_t row_bytes, int64_t row_stride_bytes, int64_t first_row,
+                         int threads) {
+  std::vector<uint64_t> columns(static_cast<size_t>(cpu::ceil_div(row_bytes, kWord)));
+  for (size_t w = 0; w < columns.size(); ++w) columns[w] = column_key(static_cast<int64_t>(w));
+  const int64_t block = cpu::larger(1, (1 << 20) / cpu::larger(row_bytes, 1));
+  std::atomic<uint64_t> total{0};
+  cpu::Team team(threads);
+  team.run(cpu::ceil_div(rows, block), [&](int64_t task, int) {
+    uint64_t sum = 0;
+    for (int64_t r = task * block; r < cpu::smaller(rows, (task + 1) * block); ++r)
+      sum += row_sum(static_cast<const unsigned char*>(data) + r * row_stride_bytes, row_bytes, row_key(first_row + r),
+                     columns.data());
+    total += sum;  // integers: the order does not matter
+  });
+  return total;
+}
+
+}  // namespace vocabshard
