@@ -10,6 +10,8 @@ import vocabshard as vs
 H, W, T = torch.randn(4, 8), torch.randn(20, 8), torch.tensor([0, 1, 2, 3])
 INF, NAN = float("inf"), float("nan")
 
+GO = vs.GradOptions
+
 BAD = {
     "hidden is no tensor": (TypeError, "hidden must be a torch.Tensor, got list", dict(hidden=[1.0])),
     "weight 1-D": (ValueError, r"weight must be \[V_local, D\]", dict(weight=W[0])),
@@ -54,8 +56,28 @@ BAD = {
     "group without torch.distributed": (ValueError, "not initialised", dict(tp_group=object())),
     "sampling": (NotImplementedError, "sampling is not available", dict(sampling=object())),
     "cut": (NotImplementedError, "cut is not available", dict(cut=torch.zeros(4))),
-    "sequence_parallel": (NotImplementedError, "sequence_parallel", dict(sequence_parallel=True)),
-    "grad_options": (NotImplementedError, "reduce", dict(grad_options=vs.GradOptions(reduce="ordered"))),
+    "ordered torch": (NotImplementedError, "one chain", dict(grad_options=GO(reduce="ordered"), backend="torch")),
+    "budget": (ValueError, "at least 0 bytes, got -1", dict(grad_options=GO(save_logits_budget=-1))),
+    "budget type": (TypeError, "number of bytes or", dict(grad_options=GO(save_logits_budget=1.5))),
+    "reduce": (ValueError, "reduce must be", dict(grad_options=GO(reduce="tree"))),
+    "wire_dtype": (ValueError, "wire_dtype must be", dict(grad_options=GO(wire_dtype=torch.float16))),
+    "wire of ordered": (
+        ValueError,
+        "leave wire_dtype",
+        dict(grad_options=GO(reduce="ordered", wire_dtype=torch.bfloat16)),
+    ),
+    "main_grad dtype": (TypeError, "main_grad must be float32", dict(grad_options=GO(main_grad=W.bfloat16()))),
+    "main_grad shape": (ValueError, "main_grad must be contiguous", dict(grad_options=GO(main_grad=W[1:].clone()))),
+    "main_grad strides": (
+        ValueError,
+        "main_grad must be contiguous",
+        dict(grad_options=GO(main_grad=W.t().contiguous().t())),
+    ),
+    "main_grad of a graph": (
+        ValueError,
+        "must not require a gradient",
+        dict(grad_options=GO(main_grad=W.clone().requires_grad_())),
+    ),
     "grad_options type": (TypeError, "grad_options must be", dict(grad_options="ordered")),
 }
 

@@ -52,8 +52,8 @@ def _address(value: Tensor) -> int:
         return 0
 
 
-def linear(hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | None) -> None:
-    """The tensors of linear_logp."""
+def linear(hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | None, row_shards: int = 1) -> None:
+    """The tensors of linear_logp. row_shards: in how many parts sequence parallelism has hidden's first dimension."""
     tensor("hidden", hidden, FLOAT_DTYPES)
     tensor("weight", weight, FLOAT_DTYPES)
     tensor("target_ids", target_ids, INT_DTYPES)
@@ -71,7 +71,10 @@ def linear(hidden: Tensor, weight: Tensor, target_ids: Tensor, bias: Tensor | No
         raise ValueError(
             f"bias must be [V_local] = [{weight.shape[0]}] as in weight {list(weight.shape)}, got {list(bias.shape)}"
         )
-    _targets_match(target_ids, "hidden", hidden)
+    if row_shards == 1:
+        _targets_match(target_ids, "hidden", hidden)
+    else:
+        _targets_match_parts(target_ids, hidden, row_shards)
     if hidden.dtype != weight.dtype:
         h, w = (str(t.dtype).removeprefix("torch.") for t in (hidden, weight))
         raise TypeError(
@@ -146,6 +149,15 @@ def _targets_match(target_ids: Tensor, name: str, rows: Tensor) -> None:
         )
 
 
+def _targets_match_parts(target_ids: Tensor, hidden: Tensor, row_shards: int) -> None:
+    if hidden.dim() < 2 or list(target_ids.shape) != [row_shards * hidden.shape[0], *hidden.shape[1:-1]]:
+        raise ValueError(
+            f"sequence_parallel=True: hidden must be this rank's [S / {row_shards}, ..., D] of a group of {row_shards} "
+            f"and target_ids all rows [S, ...], the first dimension in equal parts; got hidden {list(hidden.shape)}, "
+            f"target_ids {list(target_ids.shape)} (pad the sequence to a multiple of {row_shards}, with ignore_index)"
+        )
+
+
 def scalar_options(softcap: float | None, ignore_index: int, invalid: str, validate: bool | None) -> None:
     if softcap is not None and not (
         isinstance(softcap, (int, float))
@@ -179,16 +191,42 @@ def unavailable(**options: Any) -> None:
             raise NotImplementedError(f"{name} is not available in this version; leave it out")
 
 
-def grad_options(options: GradOptions | None) -> None:
-    if options is None:
-        return
+def grad_options(options: GradOptions, weight: Tensor) -> None:
+    """Against this rank's part of the weight."""
     if not isinstance(options, GradOptions):
         raise TypeError(f"grad_options must be a GradOptions, got {_name(options)}")
-    for name, value in vars(GradOptions()).items():
-        if getattr(options, name) is not value and getattr(options, name) != value:
-            raise NotImplementedError(
-                f"GradOptions({name}={getattr(options, name)!r}) is not available in this version"
-            )
+    budget = options.save_logits_budget
+    if budget != "auto" and (isinstance(budget, bool) or not isinstance(budget, int)):
+        raise TypeError(f'GradOptions: save_logits_budget must be a number of bytes or "auto", got {budget!r}')
+    if budget != "auto" and int(budget) < 0:
+        raise ValueError(f"GradOptions: save_logits_budget must be at least 0 bytes, got {budget}")
+    if options.reduce not in ("sum", "ordered"):
+        raise ValueError(f'GradOptions: reduce must be "sum" or "ordered", got {options.reduce!r}')
+    if options.wire_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"GradOptions: wire_dtype must be torch.float32 or torch.bfloat16, got {options.wire_dtype!r}")
+    if options.reduce == "ordered" and options.wire_dtype != torch.float32:
+        raise ValueError('GradOptions: reduce="ordered" passes fp32 accumulators on; leave wire_dtype at torch.float32')
+    main_grad = options.main_grad
+    if main_grad is None:
+        return
+    tensor("GradOptions: main_grad", main_grad, (torch.float32,))
+    if main_grad.shape != weight.shape or not main_grad.is_contiguous():
+        raise ValueError(
+            f"GradOptions: main_grad must be contiguous and as this rank's weight {list(weight.shape)}, got "
+            f"{list(main_grad.shape)} with strides {list(main_grad.stride())}"
+        )
+    if main_grad.requires_grad:
+        raise ValueError("GradOptions: main_grad is written to in place; it must not require a gradient")
+    _same_device(weight=weight, main_grad=main_grad)
+
+
+def ordered(backend: str, continues_chain: bool) -> None:
+    """Whether a backend's grad_hidden can go on from another rank's."""
+    if not continues_chain:
+        raise NotImplementedError(
+            f'reduce="ordered" needs a backend whose grad_hidden is one chain over the vocabulary; {backend!r} has '
+            'none, use reduce="sum"'
+        )
 
 
 def temperature_reciprocal(

@@ -133,6 +133,7 @@ _BIT_NEUTRAL = (
     *("backend", "device", "architecture", "compute_capability", "contract_bearing", "reason", "build"),
     *("padded_vocab_size", "shard_ranges", "outputs"),
 )
+_OF_THE_BACKWARD = ("saved_rows", "saved_reason")
 
 
 @dataclass(frozen=True)
@@ -170,14 +171,16 @@ class Provenance:
     log_id: str = LOG_ID
     temperature_point: str = TEMPERATURE_POINT
     padding: str = PADDING
+    # Of the backward, and of this rank alone: how many rows' logits the forward kept, and why no more.
+    saved_rows: int = 0
+    saved_reason: str = ""
 
     @cached_property
     def fingerprint(self) -> str:
         """Of all that is bit-relevant: equal for two calls, on any ranks and machines, that must give equal bytes for
         equal tensors. Without the contract everything is relevant."""
-        stated = self._stated()
-        if self.contract_bearing:
-            stated = {name: value for name, value in stated.items() if name not in _BIT_NEUTRAL}
+        neutral = (*_OF_THE_BACKWARD, *(_BIT_NEUTRAL if self.contract_bearing else ()))
+        stated = {name: value for name, value in self._stated().items() if name not in neutral}
         return digest({**stated, "constants": constants()})
 
     def as_dict(self) -> dict[str, Any]:

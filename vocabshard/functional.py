@@ -14,7 +14,7 @@ from vocabshard.autograd import LinearLogp, LogitsLogp
 from vocabshard.contract import Provenance
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
-from vocabshard.plan import Operands, Plan, Request, make_plan
+from vocabshard.plan import Operands, Plan, Request, group_size, make_plan
 from vocabshard.shard import VocabShard
 
 
@@ -50,7 +50,8 @@ def linear_logp(
     Never holds the [N, V_local] logits, forward or backward (unless return_logits asks for them).
 
     Args:
-        hidden: [..., D] fp32, bf16 or fp16; the same on every rank of the group. [D] is a single row.
+        hidden: [..., D] fp32, bf16 or fp16; the same on every rank of the group (but see sequence_parallel). [D] is a
+            single row.
         weight: [V_local, D], this rank's rows, hidden's dtype (torch.autocast casts both). A DTensor with Shard(0)
             brings its own group and range.
         target_ids: [...] int32 or int64, GLOBAL ids, the same on every rank.
@@ -71,6 +72,10 @@ def linear_logp(
             it synchronises.
         return_lse, return_entropy, return_logits: more parts, in a LogpOutput. Entropy in nats. Logits are fp32
             [..., V_local], before temperature, -inf in padding, not differentiable.
+        grad_options: how gradients are made: GradOptions(save_logits_budget, reduce, wire_dtype, main_grad).
+        sequence_parallel: hidden is this rank's [S / W, ..., D] of [S, ..., D], in group-rank order along the first
+            dimension, and so is its gradient. target_ids [S, ...], a temperature a row, results and upstream gradients
+            are those of all rows, the same on every rank, as Megatron's labels and losses are. S is a multiple of W.
         backend: "auto", or a name; there is no silent fallback, see `provenance`.
         strict: raise ContractError, naming the field, unless the bytes are those of the contract.
         contract: the contract id that is expected, or a LogprobContract that the call has to be as; or None.
@@ -80,13 +85,16 @@ def linear_logp(
 
     Differentiable in hidden, weight and bias through logp, lse and entropy, a different upstream gradient in every
     row. Upstream gradients must be the same on every rank. grad_hidden is summed over the group in fp32 and rounded
-    once; weight and bias gradients stay on the rank that holds the shard.
+    once; weight and bias gradients stay on the rank that holds the shard. docs/gradients.md has all of it.
 
     Collectives: one all-gather of 32 (56 with entropy) bytes a row in the forward, one all-reduce of fp32 grad_hidden
-    in the backward when hidden needs a gradient; plus, once per shard, the agreement of VocabShard.
+    in the backward when hidden needs a gradient (reduce="ordered": sends from rank to rank and a broadcast; sequence
+    parallel: a reduce-scatter, and all-gathers of hidden in both passes); plus, once per shard, the agreement of
+    VocabShard.
 
     Determinism: logp, lse and entropy are the same bytes for any W, shard boundary at a multiple of 16, batch,
-    padding and launch (csrc/contract.h). Gradients are the same bytes from run to run.
+    padding, launch and grad_options, sequence parallel or not (csrc/contract.h). Gradients are the same bytes from run
+    to run.
 
     Raises:
         ValueError, TypeError: bad shapes, dtypes, devices, values. ContractError: strict or contract not honoured.
@@ -95,21 +103,22 @@ def linear_logp(
     request = Request(
         tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
         invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
+        GradOptions() if grad_options is None else grad_options, sequence_parallel,
     )  # fmt: skip
     given = {"hidden": hidden, "weight": weight}
     request, hidden, weight, bias = _localise(request, hidden, weight, bias)
-    operands = Operands(hidden, weight, target_ids, bias)
+    operands = Operands(hidden, weight, target_ids, bias, given["weight"])
 
     def check() -> None:
         if request.admits_only_the_contract:
             strict_mode.check_cast(given, {"hidden": hidden, "weight": weight})
-        checks.unavailable(sampling=sampling, cut=cut, sequence_parallel=sequence_parallel)
-        checks.grad_options(grad_options)
-        checks.linear(hidden, weight, target_ids, bias)
+        checks.unavailable(sampling=sampling, cut=cut)
+        checks.linear(hidden, weight, target_ids, bias, group_size(request) if sequence_parallel else 1)
+        checks.grad_options(request.grad, weight)
 
     plan = make_plan(request, operands, check)
     shape = target_ids.shape
-    rows = hidden.reshape(target_ids.numel(), hidden.shape[-1])
+    rows = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
     logp, lse, entropy, logits, _ = LinearLogp.apply(
         rows, weight, bias, plan.target_ids, plan.inv_temperature, plan.call
     )
@@ -231,13 +240,14 @@ def provenance(
 
     The choice is a pure function of the arguments, so this is also what such a call did run; a LogpOutput carries it.
     """
-    for name in ("return_lse", "grad_options"):
-        options.pop(name, None)  # they do not change what runs in the forward
-    renamed = {"return_entropy": "entropy", "return_logits": "logits"}
+    options.pop("return_lse", None)  # it does not change what runs
+    options["grad_options"] = options.get("grad_options") or GradOptions()
+    renamed = {"return_entropy": "entropy", "return_logits": "logits", "grad_options": "grad"}
     request = Request(**{renamed.get(name, name): value for name, value in options.items()})
     request, hidden, weight, bias = _localise(request, hidden, weight, bias)
     operands = Operands(hidden, weight, target_ids, bias)
-    plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias))
+    shards = group_size(request) if request.sequence_parallel else 1
+    plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias, shards))
     return plan.provenance(weight.device)
 
 

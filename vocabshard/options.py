@@ -24,12 +24,18 @@ class LogpOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class GradOptions:
-    """How gradients are made. Only the defaults are available in this version; others raise by name.
+    """How gradients are made, and how they come together over the group. Never changes logp, lse or entropy.
 
-    save_logits_budget: bytes the forward may keep so that the backward need not recompute (0: nothing).
-    reduce: "sum" adds grad_hidden over the group with one all-reduce.
-    wire_dtype: dtype of that all-reduce.
-    main_grad: an fp32 buffer that grad_weight is added to instead of being returned.
+    save_logits_budget: bytes of this rank that the forward may keep logits in, so that the backward makes them again
+        only for the rows that did not fit. 0: none. "auto": half of the device memory that is free at the forward.
+        What was kept is in LogpOutput.provenance (saved_rows, saved_reason).
+    reduce: "sum" adds grad_hidden over the group with one collective, in the collective's order. "ordered": one
+        ascending fp32 chain over the whole vocabulary, each rank going on from the accumulators of the one before:
+        the same bytes for any number of ranks, at the cost of another product and of a pipeline that has to fill.
+    wire_dtype: what "sum" sends and adds in, torch.float32 or torch.bfloat16.
+    main_grad: fp32 [V_local, D] that grad_weight is added to in place; no gradient is then returned for weight. Where
+        weight has an attribute grad_added_to_main_grad (Megatron's), it becomes True and a gradient of zeros is
+        returned, so that hooks run.
     """
 
     save_logits_budget: int | str = 0

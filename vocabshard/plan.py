@@ -19,6 +19,7 @@ from vocabshard.dist import agree
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.logprob_contract import LogprobContract
+from vocabshard.options import GradOptions
 from vocabshard.shard import VocabShard, check_fits, known_shard, make_shard
 from vocabshard.strict import dtype_name
 
@@ -45,6 +46,8 @@ class Request(NamedTuple):
     backend: str = "auto"
     strict: bool = False
     contract: str | LogprobContract | None = None
+    grad: GradOptions = GradOptions()
+    sequence_parallel: bool = False
 
     @property
     def admits_only_the_contract(self) -> bool:
@@ -59,6 +62,12 @@ class Operands(NamedTuple):
     matrix: Tensor
     target_ids: Tensor
     bias: Tensor | None = None
+    given: Any = None  # the weight as the caller gave it
+
+    @property
+    def differentiable(self) -> bool:
+        leaves = (self.hidden, self.matrix, self.bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
 
     @property
     def local_size(self) -> int:
@@ -113,6 +122,8 @@ class Plan(NamedTuple):
             outputs=(("entropy",) if call.problem.entropy else ()) + (("logits",) if call.want_logits else ()),
             build=kernels.build_id(),
             k_step=C.K_STEPS.get(choice.projection),
+            saved_rows=call.outcome.saved_rows,
+            saved_reason=call.outcome.saved_reason,
         )
 
 
@@ -149,6 +160,8 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         inv_temperature = checks.temperature_reciprocal(request.temperature, operands.target_ids, validate)
         if isinstance(request.contract, LogprobContract):
             request.contract.check_call(_described(request, operands, choice, inv_temperature))
+        if request.grad.reduce == "ordered":
+            checks.ordered(choice.backend, getattr(kernels.module(choice.backend), "CONTINUES_CHAIN", False))
         if shard is None:
             shard = known_shard(
                 operands.local_size,
@@ -190,9 +203,18 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         invalid=request.invalid,
         want_logits=request.logits,
         inplace_backward=request.inplace_backward,
+        grad=request.grad,
+        differentiable=operands.differentiable,
+        sequence_parallel=request.sequence_parallel and rank_and_size(group)[1] > 1,
+        weight=operands.given,
     )
     flat = operands.target_ids.reshape(-1).to(torch.int64).contiguous()
     return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes)
+
+
+def group_size(request: Request) -> int:
+    """W of the group that a call names."""
+    return rank_and_size(_group_of(request))[1]
 
 
 def _group_of(request: Request) -> Any:
@@ -239,7 +261,12 @@ def _validates(request: Request, operands: Operands) -> bool:
 def _hashes(request: Request, operands: Operands) -> dict[str, int]:
     """What the ranks of a group must have in common, as int64s."""
     tensors = operands.same_on_every_rank
-    hashes = {name: agree.content_hash(t) for name, t in tensors.items()}
+    if request.sequence_parallel and operands.hidden is not None:  # every rank has rows of its own, as many
+        hidden = tensors.pop("hidden")
+        hashes = {"hidden": agree.text_hash(f"{list(hidden.shape)} {hidden.dtype}")}
+    else:
+        hashes = {}
+    hashes |= {name: agree.content_hash(t) for name, t in tensors.items()}
     temperature = request.temperature
     if isinstance(temperature, Tensor):
         hashes["temperature"] = agree.content_hash(temperature.detach().float())
@@ -256,6 +283,9 @@ def _hashes(request: Request, operands: Operands) -> dict[str, int]:
         request.strict,
         temperature,
         needs_grad,
+        request.grad.reduce,
+        request.grad.wire_dtype,
+        request.sequence_parallel,
     )
     hashes["options"] = agree.text_hash(repr(options))
     return hashes

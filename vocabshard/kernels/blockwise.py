@@ -1,14 +1,15 @@
 """Gradients of the local logits block by block in torch operations, for backends without a backward of their own.
 
-Logits are recomputed for a block of rows and columns with fp32 accumulation, `dlogits` is formed in fp32 from the saved
-lse2 pair, and two matrix products add it to grad_hidden (fp32) and grad_weight. Scratch memory is bounded, whatever
-N and V. The library's products are not the contract's chain: gradients, unlike log-probs, promise equal bytes from run
-to run only.
+Logits are recomputed for a block of rows and columns with fp32 accumulation (or read, without bias, where the forward
+kept them: [rows, columns]), `dlogits` is formed in fp32 from the saved lse2 pair, and two matrix products add it to
+grad_hidden (fp32) and grad_weight. Scratch memory is bounded, whatever N and V. The library's products are not the
+contract's chain: gradients, unlike log-probs, promise equal bytes from run to run only.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -66,9 +67,11 @@ def backward(
         width = columns.stop - v
         weight_sum = hidden.new_zeros(width, d, dtype=torch.float32) if needs.weight else None
         bias_sum = hidden.new_zeros(width, dtype=torch.float32) if grad_bias is not None else None
-        for r in range(0, n, rows_step):
-            rows = slice(r, min(r + rows_step, n))
-            z = _product(hidden[rows], weight[columns].t())
+        for rows in row_blocks(n, rows_step, 0 if how.kept is None else how.kept.rows):
+            if how.kept is not None and rows.stop <= how.kept.rows:
+                z = how.kept.tensors[0][rows, columns].float()
+            else:
+                z = _product(hidden[rows], weight[columns].t())
             if bias is not None:
                 z += bias[columns].float()
             scale = inv_temperature[rows, None] if isinstance(inv_temperature, Tensor) else inv_temperature
@@ -97,6 +100,12 @@ def block(n: int, d: int) -> tuple[int, int]:
     """Rows and columns at a time: the logits' block and the fp32 sum of grad_weight's both hold SCRATCH_ELEMENTS."""
     rows = min(ROWS, max(n, 1))
     return rows, max(16, SCRATCH_ELEMENTS // max(rows, d) // 16 * 16)
+
+
+def row_blocks(n: int, step: int, kept: int) -> list[slice]:
+    """At most `step` rows each, a boundary at `kept`."""
+    cuts = sorted({*range(0, kept, step), *range(kept, n, step), n})
+    return [slice(first, stop) for first, stop in itertools.pairwise(cuts)]
 
 
 def active_rows(grads: RowGrads) -> Tensor:

@@ -108,6 +108,10 @@ def forward(
     return records, logits
 
 
+# grad_hidden goes on from given accumulators as one ascending chain
+CONTINUES_CHAIN = True
+
+
 def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:
     """The fp32 chains, so that a backward gives the same bytes with them and without."""
     return 4 * columns

@@ -12,15 +12,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vocabshard.kernels.blockwise import active_rows, backward, dlogits, without_autocast
-from vocabshard.kernels.problem import KeptLogits, LocalProblem, RowGrads, SavedRows, keeps_nothing
+from vocabshard.kernels.problem import KeptLogits, LocalProblem, RowGrads, SavedRows
 
 F64 = torch.float64
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: LocalProblem) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: LocalProblem, keep: KeptLogits | None
+) -> Tensor:
     """fp32 [N, valid] after soft-cap, before temperature."""
-    weight = weight[: problem.valid]
-    z = F.linear(hidden, weight).float()
+    product = F.linear(hidden, weight[: problem.valid])
+    if keep is not None:
+        keep.tensors[0].copy_(product[: keep.rows])
+    z = product.float()
     if bias is not None:
         z = z + bias[: problem.valid].float()
     if problem.softcap is not None:
@@ -64,7 +68,7 @@ def forward(
     want_logits: bool = False,
     keep: KeptLogits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    z = _logits(hidden, weight, bias, problem)
+    z = _logits(hidden, weight, bias, problem, keep)
     logits = None
     if want_logits:
         logits = F.pad(z, (0, weight.shape[0] - problem.valid), value=float("-inf"))
@@ -108,6 +112,13 @@ def logits_backward(
     out.copy_(total)
 
 
-kept_bytes_per_row = keeps_nothing
+def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:
+    """The product, as the library gave it."""
+    return columns * dtype.itemsize
 
-__all__ = ["backward", "forward", "kept_bytes_per_row", "logits_backward", "logits_forward"]
+
+def new_kept(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> KeptLogits:
+    return KeptLogits((torch.empty(rows, columns, dtype=dtype, device=device),))
+
+
+__all__ = ["backward", "forward", "kept_bytes_per_row", "logits_backward", "logits_forward", "new_kept"]
