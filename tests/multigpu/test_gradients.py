@@ -1,0 +1,326 @@
+"""Gradients over a real group under every option: rank by rank against one rank's, and a step of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import vocabshard as vs
+from vocabshard.dist import gather
+from vocabshard.dist import grad as dist_grad
+from vocabshard.launching import Ranks
+from vocabshard.testing.compare import assert_same_bytes
+
+N, D, V = 64, 48, 1000
+CPU_PROMISES = "the CPU kernels promise these bytes, library products only from run to run"
+
+
+def problem(device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """hidden, weight, bias, target and the upstream gradients of logp, lse and entropy, some rows of which are zero."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, D, generator=g).to(dtype)
+    weight = (torch.randn(V, D, generator=g) * 0.4).to(dtype)
+    bias, target = torch.randn(V, generator=g), torch.randint(0, V, (N,), generator=g)
+    target[4] = -100
+    upstream = torch.randn(3, N, generator=g)
+    upstream[:, ::5] = 0
+    return tuple(x.to(device) for x in (hidden, weight, bias, target, upstream))
+
+
+def bounds_of(layout: str, size: int) -> list[int]:
+    if layout == "even":
+        step = -(-V // (16 * size)) * 16
+        return [min(step * i, V) for i in range(size)] + [V]
+    if layout == "uneven":
+        return [16 * (3 * i * i + i) for i in range(size)] + [V]
+    return [min(16 * 20 * i, V) for i in range(size - 1)] + [V, V] if size > 1 else [0, V]
+
+
+def gradients(
+    case: tuple[Tensor, ...], options: vs.GradOptions | None = None, rows: slice = slice(None), **more
+) -> tuple[vs.LogpOutput, Tensor, Tensor, Tensor]:
+    """The outputs and the gradients of hidden and of this rank's `rows` of weight and bias."""
+    hidden, weight, bias, target, upstream = case
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+    out = vs.linear_logp(leaves[0], leaves[1], target, leaves[2], return_lse=True, return_entropy=True,
+                         grad_options=options, **more)  # fmt: skip
+    torch.autograd.backward(list(out[:3]), [u.view(target.shape) for u in upstream])
+    return out, *(leaf.grad for leaf in leaves)
+
+
+def in_order(case: tuple[Tensor, ...], **more) -> tuple[vs.LogpOutput, Tensor, Tensor, Tensor]:
+    try:
+        return gradients(case, vs.GradOptions(reduce="ordered"), **more)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+
+
+def shard_of(layout: str, ranks: Ranks, group) -> tuple[vs.VocabShard, slice]:
+    bounds = bounds_of(layout, dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    shard = vs.VocabShard(bounds[rank], bounds[rank + 1], V, V, group)
+    return shard, slice(shard.start, shard.stop)
+
+
+def equal_on_all_ranks(tensor: Tensor, group, what: str) -> None:
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor, group=group)
+    for other in everyone:
+        assert_same_bytes(other, tensor, what)
+
+
+def slices_of(got: tuple, want: tuple, rows: slice, on_cpu: bool) -> None:
+    """grad_weight and grad_bias are this rank's part of the single-rank ones."""
+    for a, b, what in zip(got[2:], want[2:], ("grad_weight", "grad_bias"), strict=True):
+        if on_cpu:
+            assert_same_bytes(a, b[rows], what)
+        else:
+            torch.testing.assert_close(a, b[rows], rtol=1e-4, atol=1e-5, msg=CPU_PROMISES)
+
+
+OPTIONS = {
+    "plain": {},
+    "saved": {"save_logits_budget": 20 * 4 * 300},
+    "all saved": {"save_logits_budget": "auto"},
+    "bf16 wire": {"wire_dtype": torch.bfloat16},
+    "main_grad": {"main_grad": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_options_rank_by_rank(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
+    case = problem(ranks.device, dtype=dtype)
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    options = dict(OPTIONS[name])
+    if name == "main_grad":
+        options["main_grad"] = torch.zeros(shard.size, D, device=ranks.device)
+        want_main = torch.zeros(V, D, device=ranks.device)
+        want = gradients(case, vs.GradOptions(main_grad=want_main))
+    else:
+        want = gradients(case)
+    got = gradients(case, vs.GradOptions(**options), rows, shard=shard)
+    for a, b in zip(got[0][:3], want[0][:3], strict=True):
+        assert_same_bytes(a, b, "the forward")
+    coarse = dtype == torch.bfloat16 or name == "bf16 wire"
+    torch.testing.assert_close(got[1], want[1], rtol=2e-2 if coarse else 1e-5, atol=2e-2 if coarse else 1e-6)
+    equal_on_all_ranks(got[1], dist.group.WORLD, "grad_hidden")
+    if name == "main_grad":
+        assert got[2] is None and want[2] is None
+        got, want = (*got[:2], options["main_grad"], got[3]), (*want[:2], want_main, want[3])
+    slices_of(got, want, rows, ranks.device.type == "cpu")
+    again = gradients(case, vs.GradOptions(**{**options, **({"main_grad": None} if name == "main_grad" else {})}), rows,
+                      shard=shard)  # fmt: skip
+    assert_same_bytes(again[1], got[1], "run to run")
+
+
+@pytest.mark.parametrize("layout", ["even", "uneven", "empty last"])
+def test_ordered_grad_hidden_is_the_single_ranks(ranks: Ranks, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist_grad, "CHUNK_ROWS", 10)  # 7 chunks
+    for seed in range(3):
+        case = problem(ranks.device, seed)
+        want = in_order(case)
+        shard, rows = shard_of(layout, ranks, dist.group.WORLD)
+        got = in_order(case, rows=rows, shard=shard)
+        assert_same_bytes(got[1], want[1], "grad_hidden")
+        equal_on_all_ranks(got[1], dist.group.WORLD, "grad_hidden")
+        slices_of(got, want, rows, ranks.device.type == "cpu")
+
+
+def test_ordered_in_groups_of_every_size(ranks: Ranks) -> None:
+    case = problem(ranks.device)
+    want = in_order(case)
+    for size in range(1, ranks.world_size + 1):
+        group = dist.new_group(list(range(ranks.world_size - size, ranks.world_size)))
+        if ranks.rank < ranks.world_size - size:
+            continue
+        shard, rows = shard_of("even", ranks, group)
+        assert_same_bytes(in_order(case, rows=rows, shard=shard)[1], want[1], f"{size} ranks")
+
+
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize("reduce", ["sum", "ordered"])
+def test_sequence_parallel(ranks: Ranks, reduce: str, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if N % ranks.world_size:
+        pytest.skip(f"{N} rows in {ranks.world_size} parts")
+    if pieces:
+        monkeypatch.setattr(gather, "PIECES_FROM", 0)
+    case = problem(ranks.device)
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    hidden, weight, bias, target, upstream = case
+    batch = N // ranks.world_size  # rows [S, batch, D]: Megatron's layout, S in parts
+    scores = (weight, bias, target.view(-1, batch), upstream)
+    plain = (hidden.view(-1, batch, D), *scores)
+    mine = (hidden.view(-1, batch, D).chunk(ranks.world_size)[ranks.rank], *scores)
+    temperature = torch.rand(N, generator=torch.Generator().manual_seed(3)).to(ranks.device) + 0.5
+    more = {"shard": shard, "rows": rows, "temperature": temperature.view(-1, batch)}
+    go = in_order if reduce == "ordered" else gradients
+    want, got = go(plain, **more), go(mine, sequence_parallel=True, **more)
+    for a, b in zip(got[0][:3], want[0][:3], strict=True):
+        assert_same_bytes(a, b, "the forward of all rows, the same as without")
+    own = want[1].chunk(ranks.world_size)[ranks.rank]
+    if reduce == "ordered":
+        assert_same_bytes(got[1], own, "grad_hidden of this rank's rows")
+    else:
+        torch.testing.assert_close(got[1], own, rtol=1e-5, atol=1e-6)
+    if ranks.device.type == "cpu":
+        for a, b in zip(got[2:], want[2:], strict=True):
+            assert_same_bytes(a, b, "gradients of the shard")
+    for options in ({"return_logits": True}, {"grad_options": vs.GradOptions(save_logits_budget="auto")}):
+        call = {"shard": shard, "temperature": more["temperature"], "return_lse": True, **options}
+        local = mine[0].clone().requires_grad_()
+        out = vs.linear_logp(local, weight[rows], mine[3], bias[rows], sequence_parallel=True, **call)
+        assert_same_bytes(out.logp, want[0].logp, str(options))
+        if out.logits is not None:
+            whole = vs.linear_logp(plain[0], weight[rows], plain[3], bias[rows], **call)
+            assert_same_bytes(out.logits, whole.logits, "logits of all rows")
+
+
+def raised(call) -> str:
+    try:
+        call()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_bad_options_are_everybodys_error(ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        pytest.skip("one rank")
+    hidden, weight, _, target, _ = problem(ranks.device)
+    shard, rows = shard_of("even", ranks, dist.group.WORLD)
+    last = ranks.rank == ranks.world_size - 1
+
+    def call(rows_here: int = N // ranks.world_size, **more) -> Tensor:
+        part = hidden[:rows_here] if more.get("sequence_parallel") else hidden
+        return vs.linear_logp(part, weight[rows], target, shard=shard, validate=True, **more)
+
+    wrong = vs.GradOptions(main_grad=torch.zeros(3, D, device=ranks.device))
+    for message, bad in {
+        "sequence_parallel=True: hidden must be": lambda: call(
+            N // ranks.world_size + (1 if last else 0), sequence_parallel=True
+        ),
+        "different options": lambda: call(grad_options=vs.GradOptions(wire_dtype=torch.bfloat16) if last else None),
+        "main_grad must be contiguous": lambda: call(grad_options=wrong if last else None),
+    }.items():
+        everyone: list[str] = [""] * ranks.world_size
+        dist.all_gather_object(everyone, raised(bad))
+        assert message in everyone[0] and len(set(everyone)) == 1, everyone
+    call(sequence_parallel=True)  # nobody is out of step
+
+
+def test_composes_with_checkpointing_accumulation_and_retained_graphs(ranks: Ranks) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    case = problem(ranks.device)
+    hidden, weight, bias, target, upstream = case
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    want = gradients(case, rows=rows, shard=shard)
+    h, w, b = (x.detach().clone().requires_grad_() for x in (hidden, weight[rows], bias[rows]))
+
+    def block(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return vs.linear_logp(h, w, target, b, shard=shard, return_lse=True, return_entropy=True)[:3]
+
+    out = checkpoint(block, h, w, b, use_reentrant=False)
+    torch.autograd.backward(list(out), list(upstream))
+    for leaf, g in zip((h, w, b), want[1:], strict=True):
+        assert_same_bytes(leaf.grad, g, "checkpointed")
+        leaf.grad = None
+    out = block(h, w, b)
+    for _ in range(2):
+        torch.autograd.backward(list(out), list(upstream), retain_graph=True)
+    for leaf, g in zip((h, w, b), want[1:], strict=True):
+        assert_same_bytes(leaf.grad, g + g, "twice from a graph that was kept")
+
+
+class Head(torch.nn.Module):
+    """A head that is called through its module, as FSDP wants it."""
+
+    def __init__(self, weight: Tensor, **options) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+        self.options = options
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return vs.linear_logp(hidden, self.weight, target, **self.options)
+
+
+def test_fsdp_weights_and_dtensor_weights(ranks: Ranks) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    hidden, weight, _, target, _ = problem(ranks.device)
+    target = target % V
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    # FSDP: the parameter is whole during forward and backward, each rank has a batch of its own
+    head = Head(weight)
+    fully_shard(head, mesh=mesh)
+    share = slice(ranks.rank, None, ranks.world_size)
+    head(hidden[share], target[share]).mean().backward()
+    whole = weight.clone().requires_grad_()
+    total = sum(
+        vs.linear_logp(hidden[i :: ranks.world_size], whole, target[i :: ranks.world_size]).mean()
+        for i in range(ranks.world_size)
+    )
+    (total / ranks.world_size).backward()
+    torch.testing.assert_close(head.weight.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6)
+    # DTensor: the parameter's shards are the vocabulary's
+    sharded = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    vs.linear_logp(hidden, sharded, target).mean().backward()
+    assert isinstance(sharded.grad, DTensor) and list(sharded.grad.placements) == [Shard(0)]
+    alone = weight.clone().requires_grad_()
+    vs.linear_logp(hidden, alone, target).mean().backward()
+    torch.testing.assert_close(sharded.grad.full_tensor(), alone.grad, rtol=1e-4, atol=1e-7)
+
+
+def ppo_loss(out: vs.LogpOutput, old: Tensor, reference: Tensor, advantage: Tensor) -> Tensor:
+    """PPO's clipped ratio, an entropy bonus and the k3 estimate of KL, as a mean over rows."""
+    ratio = torch.exp(out.logp - old)
+    policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    gap = reference - out.logp
+    return (policy - 0.01 * out.entropy + 0.05 * (gap.exp() - 1 - gap)).mean()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_step_of_reinforcement_learning(ranks: Ranks, sequence_parallel: bool) -> None:
+    """A body and a sharded head on all ranks, PPO with entropy and KL: the same step as on one rank."""
+    if N % ranks.world_size:
+        pytest.skip(f"{N} rows in {ranks.world_size} parts")
+    inputs, weight, bias, target, _ = problem(ranks.device)
+    target = target % V
+    g = torch.Generator().manual_seed(9)
+    body = (torch.randn(D, D, generator=g) * D**-0.5).to(ranks.device)
+    advantage = torch.randn(N, generator=g).to(ranks.device)
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+
+    def steps(head: Tensor, offset: Tensor, part: slice, **more) -> tuple[Tensor, Tensor, list[float]]:
+        parameters = [torch.nn.Parameter(body.clone()), torch.nn.Parameter(head.clone())]
+        optimizer = torch.optim.SGD(parameters, lr=0.5)
+        losses: list[float] = []
+        old = reference = None
+        for _ in range(3):
+            hidden = torch.tanh(inputs[part] @ parameters[0])
+            out = vs.linear_logp(hidden, parameters[1], target, offset, return_entropy=True, **more)
+            if old is None:
+                old, reference = out.logp.detach(), out.logp.detach() - 0.1
+            loss = ppo_loss(out, old, reference, advantage)
+            assert losses or (torch.exp(out.logp - old) == 1).all(), "the first ratio is exactly 1"
+            optimizer.zero_grad()
+            loss.backward()
+            if more.get("sequence_parallel"):  # each rank's body saw its rows alone
+                dist.all_reduce(parameters[0].grad)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return parameters[0].detach(), parameters[1].detach(), losses
+
+    want = steps(weight, bias, slice(None))
+    size = N // ranks.world_size
+    part = slice(ranks.rank * size, (ranks.rank + 1) * size) if sequence_parallel else slice(None)
+    got = steps(weight[rows], bias[rows], part, shard=shard, sequence_parallel=sequence_parallel)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1], want[1][rows], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[2], want[2], rtol=1e-6, atol=1e-7)
+    assert want[2][2] < want[2][0]
