@@ -1,4 +1,4 @@
-"""The benchmark of linear_logp runs where there is no GPU, on a small shape, and reports what it says it reports."""
+"""The benchmarks run where there is no GPU, on a small shape, and report what they say they report."""
 
 from __future__ import annotations
 
@@ -43,3 +43,19 @@ def test_what_is_asked_for_and_missing_is_an_error() -> None:
     if importlib.util.find_spec("cut_cross_entropy") is None:
         done = run("--configs", "1,8,16", "--peers", "cce")
         assert done.returncode != 0 and "cannot be imported" in done.stderr
+
+
+def test_over_a_group(tmp_path: Path) -> None:
+    out = tmp_path / "out" / "tp.json"
+    script = SCRIPT.with_name("multigpu.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    arguments = ["--heads", "16,300", "--rows", "8", "--rounds", "3", "--dtype", "fp32", "--json", str(out)]
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["environment"]["ranks"] == 2
+    (entry,) = report["configs"].values()
+    assert not [name for name in entry if "failed" in name]
+    for name in ("group", "sequence parallel", "one rank", "materialised"):
+        assert entry[f"{name} forward"] > 0 and entry[f"{name} forward + backward"] > 0
+    assert {"share of gather + fold", "share of dH not hidden", "efficiency"} < set(entry)
