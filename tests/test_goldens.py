@@ -1,0 +1,114 @@
+"""Every launch configuration of every backend gives the goldens; a change of bits without a new id fails here."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from vocabshard import _C, contract
+from vocabshard.kernels import cpu
+from vocabshard.testing import goldens, specification
+
+CPU_CASES = [(p, name) for p in (contract.FMA_CHAIN, contract.GIVEN_LOGITS) for name in goldens.CASES[p]]
+ISAS = [isa for isa, name in enumerate(("base", "avx2", "avx512")) if name in _C.build_info()["cpu_usable"]]
+
+
+def check(projection: str, name: str, run: goldens.Runner, device: str, launch: str) -> None:
+    assert goldens.digest(projection, name, run, device) == goldens.recorded()[projection][name], f"{name}, {launch}"
+
+
+def test_this_contract_has_goldens_for_every_projection_and_case() -> None:
+    recorded = goldens.recorded()
+    assert recorded.keys() == contract.CONTRACT_PROJECTIONS
+    for projection, cases in goldens.CASES.items():
+        assert recorded[projection].keys() == cases.keys(), projection
+    digests = [digest for cases in recorded.values() for digest in cases.values()]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("projection, name", CPU_CASES)
+def test_cpu(monkeypatch: pytest.MonkeyPatch, projection: str, name: str) -> None:
+    for isa, threads in itertools.product(ISAS, (1, 3)):
+        monkeypatch.setattr(cpu, "_run", lambda i=isa, t=threads: _C.CpuRun(t, i))
+        check(projection, name, goldens.runner("cpu"), "cpu", f"isa {isa}, {threads} threads")
+
+
+def specified(logits: Tensor, target_ids: Tensor, scale, problem) -> Tensor:
+    """logits_forward by the specification."""
+    y = logits[:, : problem.valid].float()
+    if scale is not None:
+        y = y * (scale[:, None] if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float32))
+    local = target_ids - problem.vocab_start
+    local = torch.where((local >= 0) & (local < problem.valid), local, -1)
+    return specification.partials(y, local, problem.entropy)
+
+
+SPECIFICATION = goldens.Runner(lambda *_: None, specified, specification.fold)
+
+
+@pytest.mark.parametrize("name", ["fp32, everything", "bf16", "fp16, temperature"])
+def test_specification(name: str) -> None:
+    check(contract.GIVEN_LOGITS, name, SPECIFICATION, "cpu", "specification")
+
+
+def test_a_change_of_bits_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = contract.EXP_COEFFICIENTS
+    nudged = float(torch.nextafter(torch.tensor(first), torch.tensor(1.0)))
+    monkeypatch.setattr(contract, "EXP_COEFFICIENTS", (nudged, *others))
+    with pytest.raises(AssertionError, match="fp32, specification"):
+        check(contract.GIVEN_LOGITS, "fp32", SPECIFICATION, "cpu", "specification")
+
+
+def test_verdicts_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = goldens.verdicts()
+    assert {v.projection for v in found} >= {contract.FMA_CHAIN, contract.GIVEN_LOGITS}
+    assert not any(v.wrong for v in found), [v.line for v in found]
+    other = {projection: dict.fromkeys(cases, "") for projection, cases in goldens.recorded().items()}
+    monkeypatch.setattr(goldens, "recorded", lambda: other)
+    lines = [v.line for v in goldens.verdicts() if v.device == "cpu"]
+    assert lines and all("WRONG BYTES in" in line for line in lines)
+
+
+@pytest.mark.needs("triton", "sm90")  # the interpreter takes minutes, and misreads subnormal bf16
+def test_triton_logits() -> None:
+    for name in goldens.CASES[contract.GIVEN_LOGITS]:
+        check(contract.GIVEN_LOGITS, name, goldens.runner("triton"), "cuda", "triton")
+
+
+@pytest.mark.needs("triton", "sm90")
+def test_triton_products() -> None:
+    from vocabshard.kernels.triton_config import CONFIGS
+
+    launches = {
+        f"{name}, {runs} runs": replace(config, runs=runs) for name, config in CONFIGS.items() for runs in (1, 5)
+    }
+    work = [
+        (projection, case, launch)
+        for projection, cases in goldens.CASES.items()
+        for case, launch in itertools.product(cases, launches)
+        if projection == (contract.FMA_CHAIN if case.startswith("fp32") else contract.HOPPER_K16)
+        and (launches[launch].block_k == 1) == case.startswith("fp32")
+    ]
+
+    def one(projection: str, case: str, launch: str) -> None:
+        check(projection, case, goldens.runner("triton", launch=launches[launch]), "cuda", launch)
+
+    with ThreadPoolExecutor(12) as pool:  # compilations run side by side
+        list(pool.map(lambda w: one(*w), work))
+
+
+@pytest.mark.needs("sm90")
+def test_sm90_products() -> None:
+    from vocabshard.kernels import sm90
+
+    for path in ("auto", *(path for path in sm90.PATHS if path != "auto")):
+        for projection in (contract.FMA_CHAIN, contract.HOPPER_K16):
+            for case in goldens.CASES[projection]:
+                fp32 = case.startswith("fp32")
+                if fp32 == (projection == contract.FMA_CHAIN) and (path == "auto" or fp32 == (path == "fma")):
+                    check(projection, case, goldens.runner("sm90", path=path), "cuda", path)
