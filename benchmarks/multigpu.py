@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import vocabshard as vs
-from vocabshard import autograd
+from vocabshard import passes
 from vocabshard.dist.fold import fold
 from vocabshard.dist.gather import Pending, gather_tensors
 from vocabshard.dist.grad import HiddenSum
@@ -98,11 +98,11 @@ class NoSum(HiddenSum):
 
 @contextmanager
 def without_sum() -> Any:
-    autograd.HiddenSum = NoSum
+    passes.HiddenSum = NoSum
     try:
         yield
     finally:
-        autograd.HiddenSum = HiddenSum
+        passes.HiddenSum = HiddenSum
 
 
 class Head:

@@ -30,12 +30,12 @@ def test_kernels_and_dist_do_not_know_each_other(folder: str, other: str) -> Non
         assert not wrong, f"{path.name} imports {wrong}"
 
 
-def test_only_autograd_imports_both() -> None:
+def test_only_the_passes_import_both() -> None:
     for path in PACKAGE.glob("*.py"):
         names = imports(path)
         both = [any(n.startswith(f"vocabshard.{part}") for n in names) for part in ("kernels", "dist")]
         # plan.py takes the choice and the agreement from them, not the kernels; fingerprint.py adds up integers
-        assert not all(both) or path.name in ("autograd.py", "fingerprint.py", "plan.py"), path.name
+        assert not all(both) or path.name in ("fingerprint.py", "passes.py", "plan.py"), path.name
 
 
 def test_only_gather_names_collectives() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from vocabshard import checks, kernels, strict
 from vocabshard import contract as C
-from vocabshard.autograd import Call
 from vocabshard.contract import ContractError, Provenance
 from vocabshard.dist import agree
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions
+from vocabshard.passes import Call
 from vocabshard.shard import VocabShard, check_fits, known_shard, make_shard
 from vocabshard.strict import dtype_name
 

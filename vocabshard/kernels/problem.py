@@ -1,7 +1,7 @@
 """What a local kernel is given besides its tensors, and what it gives back. N rows, D hidden size, V_local columns.
 
 A kernel module has
-    forward(hidden, weight, bias, target_ids, inv_temperature, problem, *, want_logits=False, keep=None)
+    forward(hidden, weight, bias, target_ids, inv_temperature, problem, *, want_logits=False[, keep=KeptLogits])
         -> records, logits | None
     backward(hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
         -> grad_hidden fp32 [N, D] | None, grad_weight | None, grad_bias | None

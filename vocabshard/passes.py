@@ -1,0 +1,225 @@
+"""The two passes of a call on one rank, without autograd: local kernels and the group meet here.
+
+Forward: local -> gather -> fold. Backward: local -> sum over the group, or one rank after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocabshard.dist.fold import fold
+from vocabshard.dist.gather import gather_rows, gather_tensors, rank_and_size
+from vocabshard.dist.grad import HiddenSum, continue_over_group
+from vocabshard.kernels.problem import GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.memory import free_bytes
+from vocabshard.options import GradOptions
+from vocabshard.partials import FoldedRows, new_records
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
+
+
+@dataclass
+class Outcome:
+    """What a call finds out as it runs, for its provenance."""
+
+    saved_rows: int = 0
+    saved_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about a call that is not an operand."""
+
+    kernel: ModuleType
+    backend: str
+    problem: LocalProblem
+    group: Any
+    ignore_index: int
+    real_vocab_size: int
+    invalid: str
+    want_logits: bool = False
+    inplace_backward: bool = False
+    grad: GradOptions = field(default_factory=GradOptions)
+    differentiable: bool = False  # whether a backward may follow
+    sequence_parallel: bool = False
+    weight: Any = None  # the object that the caller gave, for Megatron's attribute
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def new_kept(self, rows: int, weight: Tensor) -> KeptLogits | None:
+        """A buffer for the logits of as many rows as the budget holds, or None."""
+        budget = self.grad.save_logits_budget
+        if not self.differentiable or budget == 0:
+            return None
+        size = self.kernel.kept_bytes_per_row(self.problem.valid, weight.dtype)
+        kept = None
+        if size == 0:
+            self.outcome.saved_reason = f"backend {self.backend!r} always recomputes"
+        else:
+            available = free_bytes(weight.device) // 2 if budget == "auto" else int(budget)
+            fitting = min(rows, available // size)
+            if fitting < rows:
+                self.outcome.saved_reason = f"{available} bytes hold {fitting} of {rows} rows of {size} bytes"
+            try:
+                kept = (
+                    self.kernel.new_kept(fitting, self.problem.valid, weight.dtype, weight.device) if fitting else None
+                )
+            except RuntimeError as e:  # torch.OutOfMemoryError, and the CPU allocator's error which has no class
+                self.outcome.saved_reason = f"{fitting * size} bytes could not be allocated: {e}"
+        self.outcome.saved_rows = 0 if kept is None else kept.rows
+        return kept
+
+    def fold_records(self, records: Tensor, target_ids: Tensor) -> FoldedRows:
+        """Gathers this rank's records and folds them; every rank ends with the same rows."""
+        gathered = gather_tensors(records, self.group)
+        return fold(self.backend, gathered, target_ids, self.ignore_index, self.real_vocab_size, self.invalid)
+
+    def row_grads(
+        self, target_ids: Tensor, logp: Tensor | None, lse: Tensor | None, entropy: Tensor | None
+    ) -> RowGrads:
+        """Upstream gradients [N] as coefficients; a row without a scored target sends none through logp."""
+        zero = torch.zeros(target_ids.shape, dtype=torch.float32, device=target_ids.device)
+        scored = (target_ids != self.ignore_index) & (target_ids >= 0) & (target_ids < self.real_vocab_size)
+        target = zero if logp is None else torch.where(scored, logp.float(), zero)
+        softmax = -target if lse is None else lse.float() - target
+        return RowGrads(target, softmax.contiguous(), None if entropy is None else entropy.float().contiguous())
+
+
+class LinearOperands(NamedTuple):
+    """What both passes of linear_logp read. Sequence parallel, hidden is this rank's [N / W, D]."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V_local, D]
+    bias: Tensor | None
+    target_ids: Tensor  # int64 [N]
+    inv_temperature: float | Tensor | None
+
+
+def linear_forward(call: Call, x: LinearOperands) -> tuple[FoldedRows, Tensor | None, KeptLogits | None]:
+    """The folded rows, this rank's logits where wanted, and what is kept for the backward."""
+    kept = call.new_kept(x.target_ids.shape[0], x.weight)
+    keep = {} if kept is None else {"keep": kept}  # kernels that keep nothing need not know of it
+    if call.sequence_parallel:
+        records, logits = _gathered_forward(call, x, keep)
+    else:
+        records, logits = call.kernel.forward(*x, call.problem, want_logits=call.want_logits, **keep)
+    return call.fold_records(records, x.target_ids), logits, kept
+
+
+def _gathered_forward(call: Call, x: LinearOperands, keep: dict[str, KeptLogits]) -> tuple[Tensor, Tensor | None]:
+    """From this rank's rows [n, D] the records of all N; some rows are worked on as others travel.
+
+    Rows come by piece and then by rank; a row's record is the same in any batch, and is put in its place.
+    """
+    size, own = rank_and_size(call.group)[1], x.hidden.shape[0]
+    records = new_records(size * own, call.problem.entropy, x.hidden.device)
+    placed, logits = records.view(-1, size, own), None
+    # what has all rows in order comes from one call
+    for rows, piece in gather_rows(x.hidden, call.group, pieces=not keep and not call.want_logits):
+
+        def of_piece(per_row: Any, rows: slice = rows) -> Any:
+            return per_row.view(size, own)[:, rows].reshape(-1) if isinstance(per_row, Tensor) else per_row
+
+        part, logits = call.kernel.forward(
+            piece,
+            x.weight,
+            x.bias,
+            of_piece(x.target_ids),
+            of_piece(x.inv_temperature),
+            call.problem,
+            want_logits=call.want_logits,
+            **keep,
+        )
+        placed[:, :, rows] = part.view(-1, size, rows.stop - rows.start)
+    return records, logits
+
+
+def linear_backward(
+    call: Call,
+    x: LinearOperands,
+    saved: SavedRows,
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+    kept: KeptLogits | None,
+    needs: Needs,
+) -> Gradients:
+    """From upstream gradients [N] of logp, lse and entropy to what autograd gets of hidden, weight and bias."""
+    dtype = x.hidden.dtype
+    if call.sequence_parallel:
+        ((_, hidden),) = gather_rows(x.hidden, call.group, pieces=False)
+        x = x._replace(hidden=hidden)
+    run = _LocalBackward(call, x, saved, call.row_grads(x.target_ids, *upstream), kept)
+    ordered = call.grad.reduce == "ordered" and needs.hidden
+    grad_hidden, grad_weight, grad_bias = run.ordered(needs) if ordered else run.summed(needs)
+    if needs.weight and call.grad.main_grad is not None:
+        torch.autograd.graph.increment_version(call.grad.main_grad)
+        if hasattr(call.weight, "grad_added_to_main_grad"):
+            call.weight.grad_added_to_main_grad = True
+            grad_weight = torch.zeros_like(x.weight)
+    # in fp32 until here, and rounded once
+    return None if grad_hidden is None else grad_hidden.to(dtype), grad_weight, grad_bias
+
+
+class _LocalBackward(NamedTuple):
+    """The operands of a backward, all N rows; grad_hidden comes back as this rank shall have it, not yet rounded."""
+
+    call: Call
+    x: LinearOperands
+    saved: SavedRows
+    grads: RowGrads
+    kept: KeptLogits | None
+
+    def on(self, rows: slice, needs: Needs, how: GradPlan) -> Gradients:
+        """The kernel's backward of those rows alone."""
+
+        def part(x: Any) -> Any:
+            return x[rows] if isinstance(x, Tensor) else x
+
+        if self.kept is not None:
+            how = replace(how, kept=self.kept.part(rows.start, rows.stop))
+        return self.call.kernel.backward(
+            self.x.hidden[rows],
+            self.x.weight,
+            self.x.bias,
+            self.x.target_ids[rows],
+            part(self.x.inv_temperature),
+            self.call.problem,
+            SavedRows(*map(part, self.saved)),
+            RowGrads(*map(part, self.grads)),
+            needs,
+            how,
+        )
+
+    @property
+    def every_row(self) -> slice:
+        return slice(0, self.x.hidden.shape[0])
+
+    def summed(self, needs: Needs) -> Gradients:
+        """Every rank's columns at a time; the last products for grad_weight hide the sum of grad_hidden."""
+        call = self.call
+        total = HiddenSum(call.group, call.grad.wire_dtype, call.sequence_parallel)
+        how = GradPlan(call.grad.main_grad, hidden_ready=total.start if needs.hidden else None)
+        _, grad_weight, grad_bias = self.on(self.every_row, needs, how)
+        return total.result() if needs.hidden else None, grad_weight, grad_bias
+
+    def ordered(self, needs: Needs) -> Gradients:
+        """Rank after rank in each chunk of rows; the pass for grad_weight hides the last rank's answer."""
+        call, grad_weight, grad_bias = self.call, None, None
+        accumulators = torch.zeros(self.x.hidden.shape, dtype=torch.float32, device=self.x.hidden.device)
+
+        def add(rows: slice) -> None:
+            self.on(rows, Needs(True, False, False), GradPlan(grad_hidden=accumulators[rows]))
+
+        everywhere = continue_over_group(accumulators, add, call.group)
+        if needs.weight or needs.bias:
+            alone = Needs(False, needs.weight, needs.bias)
+            _, grad_weight, grad_bias = self.on(self.every_row, alone, GradPlan(call.grad.main_grad))
+        grad_hidden = everywhere.wait()
+        if call.sequence_parallel:
+            rank, size = rank_and_size(call.group)
+            own = grad_hidden.shape[0] // size
+            grad_hidden = grad_hidden[rank * own : (rank + 1) * own]
+        return grad_hidden, grad_weight, grad_bias
