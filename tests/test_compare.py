@@ -8,20 +8,23 @@ from pathlib import Path
 import pytest
 
 from vocabshard.command import main
-from vocabshard.command.errors import InputError
-from vocabshard.command.records import FORMAT, as_float, read_scores, token_record, write_records
+from vocabshard.command.compare import ratio_statistics
+from vocabshard.command.records import FORMAT, as_float, as_line, read_scores, token_record
 
 
 def bits_of(*values):
     return struct.unpack(">III", struct.pack(">3f", *values))
 
 
-def records(tokens, header=None):
+PRINTS = ("0" * 16, "1" * 16, "2" * 16)
+
+
+def records(tokens, header=None, prints=None):
     """The records of a file of scores; `tokens` are (id, (logp, lse, entropy) or their bits)."""
     yield {"type": "header", "format": FORMAT, "tp": 1, **(header or {})}
     for index, (token, values) in enumerate(tokens):
         bits = values if isinstance(values[0], int) else bits_of(*values)
-        yield token_record(index, token, f"t{token}", bits)
+        yield token_record(index, 0, token, f"t{token}", bits, (prints or {}).get(index, PRINTS))
     yield {"type": "summary", "tokens": len(tokens)}
 
 
@@ -30,8 +33,8 @@ TOKENS = [(5, (-1.5, 4.0, 2.0)), (7, (-0.25, 3.0, 1.0)), (5, (-8.0, 5.0, 0.5))]
 
 @pytest.fixture
 def write(tmp_path):
-    def write(name, tokens, header=None):
-        write_records(tmp_path / name, records(tokens, header))
+    def write(name, tokens, header=None, prints=None):
+        (tmp_path / name).write_bytes(b"".join(map(as_line, records(tokens, header, prints))))
         return str(tmp_path / name)
 
     return write
@@ -50,6 +53,8 @@ def test_equal(write, capsys):
         "tokens              3 (0 differ)",
         "differing bytes     0 of 36",
         "largest difference  logp 0  lse 0  entropy 0",
+        "ratio of B to A     mean 1  min 1  max 1  (0 not 1, 0 not finite)",
+        "K3                  mean 0  max 0",
         "headers differ in   tp",
         "equal",
     ]
@@ -113,19 +118,77 @@ def test_values_survive_the_file(write):
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{path} holds {name}, which is not JSON"))
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ([(5, TOKENS[0][1]), (8, TOKENS[1][1]), TOKENS[2]], "token 1 is 7 ('t7') in A and 8 ('t8') in B"),
-        (TOKENS[:2], "3 in A and 2 in B"),
-    ],
-)
-def test_other_tokens(write, capsys, other, message):
-    code, out, err = compare(capsys, write("a", TOKENS), write("b", other))
+def test_other_tokens(write, capsys):
+    """Another token is a difference, whatever its bits; its ratio says nothing. Another number of them is an error."""
+    other = [(5, (-1.25, 4.0, 2.0)), (8, TOKENS[1][1]), TOKENS[2]]
+    code, out, _ = compare(capsys, write("a", TOKENS), write("b", other), "--json")
+    result = json.loads(out)
+    assert code == 1
+    assert result["differing_tokens"] == 2
+    assert result["explained_by"] == {"hidden states": 0, "weights": 0, "targets": 1, "head": 1}
+    assert result["ratio"]["mean"] == pytest.approx((math.exp(0.25) + 1) / 2)
+    _, out, _ = compare(capsys, write("a", TOKENS), write("b", [TOKENS[0], other[1], TOKENS[2]]))
+    assert "first difference    token 1 (id 7, 't7')" in out and "in B id 8 ('t8')" in out
+    code, out, err = compare(capsys, write("a", TOKENS), write("b", TOKENS[:2]))
     assert (code, out) == (2, "")
-    assert err.startswith("vocabshard: error: not the same tokens: ")
-    assert message in err
-    assert err.count("\n") == 1
+    assert err == "vocabshard: error: not the same tokens: 3 in A and 2 in B: the input differs\n"
+
+
+def test_ratios_and_k3(write, capsys):
+    """rho = exp(B - A) and rho - 1 - log rho, also where it is far below the rounding of rho."""
+    tiny = struct.unpack(">f", struct.pack(">f", -0.25 * (1 + 2**-23)))[0]
+    b = [(5, (-1.0, 4.0, 2.0)), (7, (tiny, 3.0, 1.0)), (5, (-8.5, 5.0, 0.5))]
+    _, out, _ = compare(capsys, write("a", TOKENS), write("b", b), "--json")
+    ratio = json.loads(out)["ratio"]
+    logs = [0.5, tiny + 0.25, -0.5]
+    k3 = [math.exp(0.5) - 1.5, (tiny + 0.25) ** 2 / 2, math.exp(-0.5) - 0.5]
+    assert (ratio["not_1"], ratio["not_finite"]) == (3, 0)
+    assert ratio["mean"] == pytest.approx(sum(map(math.exp, logs)) / 3)
+    assert (ratio["min"], ratio["max"]) == (math.exp(-0.5), math.exp(0.5))
+    assert (ratio["k3_mean"], ratio["k3_max"]) == (pytest.approx(sum(k3) / 3), pytest.approx(k3[0]))
+    assert all(value >= 0 for value in map(lambda x: ratio_statistics([x])["k3_max"], (tiny + 0.25, 1e-12, -1e-12)))
+    far = ratio_statistics([1e4, -1e4, math.nan, math.inf])
+    assert far["not_finite"] == 2 and math.isfinite(far["max"]) and far["min"] == 0
+
+
+@pytest.mark.parametrize("cause", range(3))
+def test_what_explains_a_difference(write, capsys, cause):
+    """The fingerprint that differs at the tokens that do; what differs at tokens that do not explains nothing."""
+    changed = [(5, (-1.5, 4.0, 2.5)), TOKENS[1], TOKENS[2]]
+    other = tuple("f" * 16 if i == cause else p for i, p in enumerate(PRINTS))
+    _, out, _ = compare(capsys, write("a", TOKENS), write("b", changed, prints={0: other}), "--json")
+    name = ("hidden states", "weights", "targets")[cause]
+    assert {key: count for key, count in json.loads(out)["explained_by"].items() if count} == {name: 1}
+    assert json.loads(out)["first_difference"]["causes"] == [name]
+    _, out, _ = compare(capsys, write("a", TOKENS), write("b", changed, {"dtype": "bf16"}, {1: other}))
+    assert "tokens explained by head 1\nhead                dtype None and bf16\n" in out
+
+
+def test_the_head_explains_by_what_can_change_bits(write, capsys):
+    """Shard boundaries only where they are not contract-bearing."""
+    changed = [(5, (-1.5, 4.0, 2.5)), TOKENS[1], TOKENS[2]]
+
+    def head(bearing, ranges, backend="cpu"):
+        return {"provenance": {"contract_bearing": bearing, "shard_ranges": ranges, "backend": backend}}
+
+    for bearing, expected in ((True, "head                backend cpu and torch\n"), (False, "and [[0, 3]]")):
+        a = write("a", TOKENS, head(True, [[0, 2]]))
+        _, out, _ = compare(capsys, a, write("b", changed, head(bearing, [[0, 3]], "torch" if bearing else "cpu")))
+        assert expected in out
+
+
+def test_plot(write, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    a = write("a", [*TOKENS, (1, (math.nan, 1.0, 1.0))])
+    pictures = []
+    for name, tokens in (("same", TOKENS), ("other", [(5, (-1.0, 4.0, 2.0)), *TOKENS[1:]])):
+        b = write(name, [*tokens, (1, (-1.0, 1.0, 1.0))])
+        assert compare(capsys, a, b, "--plot", tmp_path / f"{name}.png")[0] == 1
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+        assert pictures[-1].startswith(b"\x89PNG")
+    assert pictures[0] != pictures[1]
+    code, out, err = compare(capsys, a, a, "--plot", tmp_path / "nowhere" / "x.png")
+    assert (code, out) == (2, "") and "--plot" in err and err.count("\n") == 1
 
 
 def break_lines(change):
@@ -152,6 +215,10 @@ BROKEN = {
     ),
     "no bits": (break_lines(lambda lines: [s.replace('"bits"', '"bats"') for s in lines]), ":2: expected the record"),
     "bad bits": (break_lines(lambda lines: [s.replace("bfc0", "zzzz") for s in lines]), ":2: expected the record"),
+    "no fingerprint": (
+        break_lines(lambda lines: [s.replace('"weight"', '"wait"') for s in lines]),
+        ":2: expected the record",
+    ),
     "a list": (break_lines(lambda lines: [lines[0], "[1]\n", *lines[2:]]), ":2: expected a JSON object"),
 }
 
@@ -167,18 +234,3 @@ def test_bad_file(write, tmp_path, capsys, kind, side):
     assert err.startswith("vocabshard: error: ")
     assert err.count("\n") == 1
     assert message in err
-
-
-def test_nothing_is_left_of_a_failed_write(tmp_path):
-    """The old file stays, and no other appears, when the records end in an error."""
-    path = tmp_path / "scores"
-    path.write_text("old")
-
-    def failing():
-        yield {"type": "header"}
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(InputError, match="cannot be written: No space left on device"):
-        write_records(path, failing())
-    assert [file.name for file in tmp_path.iterdir()] == ["scores"]
-    assert path.read_text() == "old"

@@ -3,13 +3,17 @@
 Tests that start processes of their own have `ranks` in their names.
 """
 
+import fcntl
 import json
+import math
 import os
 import re
 import shutil
 import struct
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,12 +27,14 @@ from safetensors.torch import load_file, save_file
 from vocabshard import launching
 from vocabshard.command import checkpoint as checkpoint_module
 from vocabshard.command import main
+from vocabshard.command import score as score_module
 from vocabshard.command.checkpoint import Checkpoint
 from vocabshard.command.errors import InputError
-from vocabshard.command.hidden import Windows, hidden_states, load_base_model
+from vocabshard.command.hidden import Windows, hidden_states, in_chunks, load_base_model, spans_of
 from vocabshard.command.job import choose_sizes, split_rows
-from vocabshard.command.records import as_float, read_scores
-from vocabshard.command.tokens import tokenize
+from vocabshard.command.plot import plot_scores
+from vocabshard.command.records import as_float, as_line, is_token, read_scores, token_record
+from vocabshard.command.tokens import ALL, load_tokenizer, tokenize
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(launching.__file__).resolve().parent
@@ -65,7 +71,7 @@ def model(tmp_path):
 
 
 def score(checkpoint, text, out, *options):
-    return main(["score", str(checkpoint), str(text), "--out", str(out), "--quiet", *options])
+    return main(["score", str(checkpoint), str(text), "--out", str(out), "--quiet", *map(str, options)])
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,10 @@ def scored_whole(tmp_path_factory):
     assert score(TINY, TINY / "text.txt", out) == 0
     assert len(token_lines(out)) >= 5000
     return out
+
+
+def tokens_of(checkpoint, text):
+    return tokenize(load_tokenizer(checkpoint), text.read_text(), "", ALL)
 
 
 def token_lines(path):
@@ -265,12 +275,101 @@ def test_output_through_a_link(text, out, tmp_path):
     assert link.is_symlink() and out.read_text().startswith("{")
 
 
-def test_disk_full(text, out, capsys, monkeypatch):
-    def fail(descriptor):
-        raise OSError(28, "No space left on device")
+def after_bytes(monkeypatch, room, fail):
+    """Lets os.write put `room` bytes into files, the last of them a part of what was asked, and then calls `fail`."""
+    left, write = [room], os.write
 
-    monkeypatch.setattr(os, "fsync", fail)
-    assert_refused(capsys, score(TINY, text, out), out, "cannot be written: No space left on device")
+    def limited(descriptor, content):
+        if left[0] <= 0:
+            fail()
+        left[0] -= (count := write(descriptor, content[: left[0]]))
+        return count
+
+    monkeypatch.setattr(os, "write", limited)
+
+
+def no_space():
+    raise OSError(28, "No space left on device")
+
+
+def count_rows(monkeypatch):
+    """The list of how many rows each call of the operator has."""
+    calls, real = [], score_module.linear_logp
+
+    def counting(rows, *arguments, **options):
+        calls.append(len(rows))
+        return real(rows, *arguments, **options)
+
+    monkeypatch.setattr(score_module, "linear_logp", counting)
+    return calls
+
+
+@pytest.mark.parametrize("batch_windows", ["1", "2"])
+def test_disk_full_and_going_on(text, out, capsys, monkeypatch, batch_windows):
+    """What was scored is kept as whole records, and not scored again; the end is as if nothing had happened."""
+    options = ["--batch-rows", "20", "--batch-windows", batch_windows]
+    assert score(TINY, text, out.parent / "whole", *options) == 0
+    with monkeypatch.context() as full:
+        after_bytes(full, 60_000, no_space)
+        assert score(TINY, text, out, *options) == 2
+    partial = out.with_name("old.jsonl.partial")
+    printed, err = capsys.readouterr()
+    lines = partial.read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    records = [json.loads(line) for line in lines]
+    kept = len(records) - 1
+    assert 100 < kept < 300 and kept % 20 == 0
+    assert all(is_token(record, index) for index, record in enumerate(records[1:]))
+    assert printed == "" and err.count("\n") == 1
+    assert f"cannot be written: No space left on device; {kept} tokens are kept in {partial}, and the same" in err
+    assert out.read_text() == "old"
+
+    with partial.open("ab") as file:
+        file.write(lines[-1][:50])  # as if a machine had died
+    calls = count_rows(monkeypatch)
+    assert score(TINY, text, out, *options) == 0
+    assert token_lines(out) == token_lines(out.parent / "whole")
+    summary = read_scores(out).summary
+    assert summary["resumed"] == kept == summary["tokens"] - sum(calls)
+    whole = read_scores(out.parent / "whole").summary
+    assert (summary["tokens"], summary["mean_logp"]) == (whole["tokens"], whole["mean_logp"])
+    assert not partial.exists()
+
+
+def test_disk_full_before_the_first_record(text, out, capsys, monkeypatch):
+    after_bytes(monkeypatch, 100, no_space)
+    assert_refused(capsys, score(TINY, text, out), out, "No space left on device; nothing is kept")
+
+
+def test_disk_full_at_the_end(text, out, capsys, monkeypatch):
+    """All is scored: what is left to do is to write the summary again."""
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", lambda descriptor: no_space())
+        assert score(TINY, text, out) == 2
+    assert "tokens are kept" in capsys.readouterr().err
+    assert out.read_text() == "old"
+    calls = count_rows(monkeypatch)
+    assert score(TINY, text, out) == 0
+    assert calls == [] and read_scores(out).summary["resumed"] == len(token_lines(out))
+
+
+def test_what_another_run_left(text, out, capsys, monkeypatch):
+    with monkeypatch.context() as full:
+        after_bytes(full, 60_000, no_space)
+        assert score(TINY, text, out) == 2
+    partial = out.with_name("old.jsonl.partial")
+    left = partial.read_bytes()
+    capsys.readouterr()
+    assert score(TINY, text, out, "--dtype", "bf16") == 2
+    assert "is what another run left, with other dtype; repeat that run" in capsys.readouterr().err
+    assert partial.read_bytes() == left
+    with partial.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert score(TINY, text, out) == 2
+        assert "another run is writing" in capsys.readouterr().err
+    partial.write_bytes(left[:300])  # not even the header is whole
+    assert score(TINY, text, out) == 0
+    assert read_scores(out).summary["resumed"] == 0
 
 
 def test_tp_other_than_torchruns(text, out, capsys, monkeypatch):
@@ -305,6 +404,135 @@ def test_no_arguments_and_help(capsys):
     assert end.value.code == 0
 
 
+PAIRS = [
+    ("A call calls a callable", " object with a possibly empty series of arguments"),
+    ("", "The import statement"),
+    ("x", " y"),
+    ("import " * 300, "module, and what follows"),
+]
+
+
+def write_pairs(path, pairs, tail="\n"):
+    lines = (json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in pairs)
+    path.write_text("\n".join(lines) + tail)
+    return path
+
+
+def test_prompts_and_completions(tmp_path, monkeypatch):
+    """The completions' tokens, each after its own prompt and nothing else; windows of a prompt alone are spared."""
+    pairs, encode = write_pairs(tmp_path / "pairs.jsonl", PAIRS), load_tokenizer(TINY)
+    seen = []
+    real = score_module.hidden_states
+
+    def watched(model, sequences, spans, *rest):
+        seen.extend(spans)
+        return real(model, sequences, spans, *rest)
+
+    monkeypatch.setattr(score_module, "hidden_states", watched)
+    assert score(TINY, pairs, tmp_path / "pairs") == 0
+    records = [json.loads(line) for line in token_lines(tmp_path / "pairs")]
+    assert [record["index"] for record in records] == list(range(len(records)))
+    for number, (_, completion) in enumerate(PAIRS):
+        assert "".join(r["text"] for r in records if r["sequence"] == number) == completion
+    assert [span.sequence for span in seen] == [0, 1, 2, 3]
+    assert seen[3].start > 0 and len(seen[3]) == len(encode(PAIRS[3][1], False).ids)
+
+    # the same tokens as one text
+    for number, (prompt, completion) in enumerate(PAIRS[:3]):
+        tokens = tokenize(encode, prompt, completion, "completion")
+        alone = write_pairs(tmp_path / "alone.jsonl", [(prompt, completion)], tail="")
+        assert score(TINY, alone, tmp_path / "alone", "--score", "all") == 0
+        whole = read_scores(tmp_path / "alone")
+        assert whole.ids == tokens.ids[1:]
+        mine = [record for record in records if record["sequence"] == number]
+        assert [record["bits"] for record in mine] == [
+            record["bits"] for record in map(json.loads, token_lines(tmp_path / "alone")[tokens.context - 1 :])
+        ]
+        assert [record["target"] for record in mine] == [prints[2] for prints in whole.prints[tokens.context - 1 :]]
+
+
+@pytest.mark.parametrize("batch", ["2", "3", "100"])
+def test_batches_of_windows(tmp_path, batch):
+    """Rows of filled-up windows are those of the windows alone, but for rounding; none of the filling is scored."""
+    pairs = write_pairs(tmp_path / "pairs.jsonl", PAIRS)
+    assert score(TINY, pairs, tmp_path / "one", "--score", "all") == 0
+    assert score(TINY, pairs, tmp_path / "more", "--score", "all", "--batch-windows", batch) == 0
+    one, more = read_scores(tmp_path / "one"), read_scores(tmp_path / "more")
+    assert more.ids == one.ids and more.header["hidden"]["batch_windows"] == int(batch)
+    for a, b in zip(one.bits, more.bits, strict=True):
+        assert as_float(a[0]) == pytest.approx(as_float(b[0]), abs=1e-4)
+
+
+def test_no_bos_no_prompt(model, tmp_path, capsys):
+    """A first token that follows nothing is not scored, and a completion of one token is then an error."""
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
+    assert score(model, write_pairs(tmp_path / "a.jsonl", [("", "some words here")]), tmp_path / "o") == 0
+    assert not read_scores(tmp_path / "o").texts[0].startswith("s")
+    assert score(model, write_pairs(tmp_path / "b.jsonl", [("a", "b"), ("", "b")]), tmp_path / "o2") == 2
+    assert "b.jsonl:2: 1 tokens: there is none to score after the first" in capsys.readouterr().err
+
+
+BAD_LINES = {
+    "not JSON": (b'{"prompt": "a"', "pairs.jsonl:2: not JSON"),
+    "blank": (b"", "pairs.jsonl:2: not JSON"),
+    "not UTF-8": (b'{"prompt": "\xe9"}', "pairs.jsonl:2: not UTF-8: byte 0xe9"),
+    "a list": (b"[1]", "pairs.jsonl:2: expected a JSON object, got list"),
+    "no completion": (b'{"prompt": "a"}', "pairs.jsonl:2: expected a completion, which is a text, got none"),
+    "a number": (b'{"prompt": 3, "completion": "a"}', "pairs.jsonl:2: expected a prompt, which is a text, got 3"),
+    "empty completion": (b'{"prompt": "a", "completion": ""}', "pairs.jsonl:2: empty completion"),
+    "nested deeply": (b"[" * 200_000, "pairs.jsonl:2: not JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_bad_line(tmp_path, out, capsys, kind):
+    line, message = BAD_LINES[kind]
+    good = b'{"prompt": "a", "completion": "b"}'
+    (tmp_path / "pairs.jsonl").write_bytes(b"\n".join([good, line, good, b""]))
+    assert_refused(capsys, score(TINY, tmp_path / "pairs.jsonl", out), out, message)
+
+
+def test_bad_pairs(text, tmp_path, out, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    assert_refused(capsys, score(TINY, tmp_path / "empty.jsonl", out), out, "empty.jsonl: empty")
+    assert_refused(capsys, score(TINY, text, out, "--score", "completion"), out, "is a text; prompts and completions")
+
+
+def test_plot(scored, text, tmp_path, out, capsys):
+    """A picture of both panels, with values that are not finite too; a place for it that cannot be is known before."""
+    assert score(TINY, text, tmp_path / "o.jsonl", "--plot", tmp_path / "o.png") == 0
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+    read = read_scores(scored)
+    figures = []
+    for name, lines in (("finite", read.bits), ("infinite", [(0xFF800000, 0, 0)] * 3)):
+        records = [token_record(i, 0, 1, "t", bits, ("0" * 16,) * 3) for i, bits in enumerate(lines)]
+        path = tmp_path / name
+        path.write_bytes(b"".join(map(as_line, [read.header, *records, {"type": "summary", "tokens": len(records)}])))
+        plot_scores(path, tmp_path / f"{name}.png")
+        figures.append((tmp_path / f"{name}.png").read_bytes())
+    assert figures[0] != figures[1]
+    code = score(TINY, text, out, "--plot", tmp_path / "nowhere" / "o.png")
+    assert_refused(capsys, code, out, "--plot")
+    assert_refused(capsys, score(TINY, text, out, "--plot", out), out, "is where the records go")
+
+
+def test_perplexity_against_a_unigram_model(scored_whole):
+    """The example is a language model: at most half the perplexity of token frequencies fitted on this very text."""
+    read = read_scores(scored_whole)
+    counts = Counter(read.ids)
+    unigram = math.exp(-sum(math.log(counts[token] / len(read.ids)) for token in read.ids) / len(read.ids))
+    assert read.summary["perplexity"] < unigram / 2
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_chunks(size):
+    blocks = [torch.arange(start, stop)[:, None] for start, stop in ((0, 5), (5, 6), (6, 6), (6, 20), (20, 21))]
+    chunks = list(in_chunks(blocks, size))
+    assert torch.cat(chunks).flatten().tolist() == list(range(21))
+    assert all(len(chunk) == size for chunk in chunks[:-1]) and 0 < len(chunks[-1]) <= size
+
+
 def python(*arguments):
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -329,15 +557,19 @@ def test_records(scored, text):
     assert header["contract"] and header["projection"] and header["backend"] and header["provenance"]
     assert (header["tp"], header["sizes"], header["batch_rows"], header["dtype"]) == (1, [ROWS], 64, "fp32")
     assert header["checkpoint"]["name"] == "tiny_lm"
-    digests = [*header["checkpoint"]["sha256"].values(), header["text"]["sha256"], header["hidden"]["sha256"]]
+    digests = [*header["checkpoint"]["sha256"].values(), header["text"]["sha256"]]
     assert sorted(header["checkpoint"]["sha256"]) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
     assert (header["model"]["head_rows"], header["model"]["real_vocab_size"]) == (ROWS, REAL)
     assert (header["hidden"]["window"], header["hidden"]["stride"]) == (256, 128)
     assert "".join(token["text"] for token in tokens) == text.read_text()
     for position, token in enumerate(tokens):
-        assert list(token) == ["type", "index", "id", "text", "logp", "lse", "entropy", "bits"]
-        assert (token["type"], token["index"]) == ("token", position)
+        assert list(token) == [
+            *("type", "index", "sequence", "id", "text", "logp", "lse", "entropy", "bits"),
+            *("hidden", "weight", "target"),
+        ]
+        assert is_token(token, position) and token["sequence"] == 0
+        assert token["weight"] == header["model"]["weight"]
         words = struct.unpack(">III", bytes.fromhex(token["bits"]))
         assert [token["logp"], token["lse"], token["entropy"]] == [as_float(word) for word in words]
     mean = torch.tensor([token["logp"] for token in tokens], dtype=torch.float64).mean()
@@ -346,6 +578,11 @@ def test_records(scored, text):
     assert summary["mean_logp"] == pytest.approx(mean.item(), abs=1e-12)
     assert summary["perplexity"] == pytest.approx(torch.exp(-mean).item())
     assert summary["tokens_per_s"] == pytest.approx(len(tokens) / summary["seconds"])
+    assert summary["resumed"] == 0
+    assert summary["hidden_seconds"] + summary["head_seconds"] < summary["seconds"]
+    assert 100 * 2**20 < summary["memory_bytes"] < 100 * 2**30
+    for name in ("hidden", "target"):
+        assert len({token[name] for token in tokens}) == len(tokens)
 
 
 def test_values_are_the_models_own(scored, text):
@@ -353,7 +590,7 @@ def test_values_are_the_models_own(scored, text):
     from transformers import AutoModelForCausalLM
 
     whole = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    ids = tokenize(Checkpoint.open(TINY), text.read_text(), REAL).ids[:257]
+    ids = tokens_of(TINY, text).ids[:257]
     with torch.no_grad():
         logits = whole(torch.tensor([ids[:-1]])).logits[0, :, :REAL].double()
     logp = torch.log_softmax(logits, 1)
@@ -367,14 +604,15 @@ def test_values_are_the_models_own(scored, text):
         assert (values - right).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("rows", ["1", "7", "100000"])
-def test_batches(scored_whole, tmp_path, rows):
-    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", "--batch-rows", rows) == 0
-    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored_whole)
+@pytest.mark.parametrize("rows", ["1", "7"])
+def test_batches(scored, text, tmp_path, rows):
+    assert score(TINY, text, tmp_path / "o.jsonl", "--batch-rows", rows) == 0
+    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored)
 
 
-def test_unpadded(scored_whole, tmp_path):
-    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", "--sizes", str(REAL)) == 0
+def test_one_batch_unpadded(scored_whole, tmp_path):
+    options = ["--sizes", REAL, "--batch-rows", "100000"]
+    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", *options) == 0
     assert token_lines(tmp_path / "o.jsonl") == token_lines(scored_whole)
 
 
@@ -457,7 +695,7 @@ def test_tied_by_default(model):
 
 
 def test_only_the_ranks_rows_are_read(monkeypatch):
-    """Shards are the slices of the full head, in the type asked for, and nothing else is asked of the files."""
+    """Shards are the slices of the full head, as stored, and nothing else is asked of the files."""
     full = load_file(TINY / "model.safetensors")["lm_head.weight"]
     asked = []
     real_slice = checkpoint_module._slice
@@ -478,14 +716,13 @@ def test_only_the_ranks_rows_are_read(monkeypatch):
     checkpoint = Checkpoint.open(TINY)
     assert asked == []
     for start, stop in ((0, 640), (640, 1232), (1232, 1232), (1232, 2560)):
-        weight, bias = checkpoint.head_shard(start, stop, torch.float32)
+        weight, bias = checkpoint.head_shard(start, stop)
         assert bias is None
-        assert weight.dtype == torch.float32
-        assert torch.equal(weight, full[start:stop].float())
-        assert weight.untyped_storage().nbytes() == 4 * weight.numel()
+        assert weight.dtype == full.dtype
+        assert torch.equal(weight, full[start:stop])
+        assert weight.untyped_storage().nbytes() == 2 * weight.numel()
         assert asked.pop() == (start, stop)
         assert asked == []
-    assert torch.equal(checkpoint.head_shard(16, 48, torch.bfloat16)[0], full[16:48])
 
 
 def test_tokenizer_that_is_not_one_file(model, text):
@@ -498,8 +735,7 @@ def test_tokenizer_that_is_not_one_file(model, text):
     special = {"bos_token": "<|bos|>", "eos_token": "<|bos|>", "unk_token": "<|bos|>", "pad_token": "<|bos|>"}
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": False, **special}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = tokenize(Checkpoint.open(model), text.read_text(), REAL)
-    whole = tokenize(Checkpoint.open(TINY), text.read_text(), REAL)
+    plain, whole = tokens_of(model, text), tokens_of(TINY, text)
     assert plain.ids == whole.ids[1:]
     assert (plain.context, whole.context) == (1, 1)
     assert "".join(plain.texts) == text.read_text()
@@ -524,20 +760,17 @@ def test_even_shards(rows, tp):
     assert choose_sizes([0, 2240, 11], 3, 2560, 2251) == [0, 2240, 11]
 
 
-@pytest.mark.parametrize(
-    ("tp", "options"),
-    [(2, ["--sizes", "1008,1243", "--batch-rows", "7"]), (3, []), (4, ["--sizes", "16,0,1984,560"])],
-    ids=["tp2 uneven unpadded", "tp3 even", "tp4 uneven padded"],
-)
-def test_ranks_give_the_same_bytes(scored_whole, tmp_path, capfd, tp, options):
-    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", "--tp", str(tp), *options) == 0
+def test_ranks_give_the_same_bytes(scored_whole, tmp_path, capfd):
+    """More layouts in multigpu/test_score.py; here the command starts the ranks itself."""
+    options = ["--tp", "4", "--sizes", "16,0,1984,560"]
+    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", *options) == 0
     printed, err = capfd.readouterr()
     assert printed == ""
     assert "error" not in err and "Traceback" not in err
     assert token_lines(tmp_path / "o.jsonl") == token_lines(scored_whole)
     header = read_scores(tmp_path / "o.jsonl").header
-    assert header["tp"] == tp == len(header["sizes"])
-    assert header["hidden"] == read_scores(scored_whole).header["hidden"]
+    assert header["tp"] == 4 == len(header["sizes"])
+    assert header["model"] == read_scores(scored_whole).header["model"]
     assert main(["compare", str(scored_whole), str(tmp_path / "o.jsonl")]) == 0
     assert capfd.readouterr().out.endswith("equal\n")
 
@@ -545,10 +778,11 @@ def test_ranks_give_the_same_bytes(scored_whole, tmp_path, capfd, tp, options):
 def test_an_ordinary_sum_differs(scored, text):
     """On this very input: torch's fp32 product and logsumexp over 1, 2, 3 and 4 shards, and in batches of 1, 7, 64."""
     checkpoint = Checkpoint.open(TINY)
-    ids = tokenize(checkpoint, text.read_text(), REAL).ids
-    hidden = hidden_states(load_base_model(checkpoint), ids[:-1], Windows(256, 128), 1)
-    weight = checkpoint.head_shard(0, REAL, torch.float32)[0]
-    targets = torch.tensor(ids[1:])
+    tokens = tokens_of(TINY, text)
+    spans = spans_of([tokens], Windows(256, 128))
+    hidden = torch.cat(list(hidden_states(load_base_model(checkpoint), [tokens], spans, 1, 1)))
+    weight = checkpoint.head_shard(0, REAL)[0].float()
+    targets = torch.tensor(tokens.ids[1:])
 
     def ordinary(sizes, rows):
         lse = []
@@ -573,7 +807,7 @@ from vocabshard.command.errors import InputError
 import os
 
 if os.environ["RANK"] == "1":
-    def fail(self, start, stop, dtype):
+    def fail(self, start, stop):
         raise InputError("the disk went away")
     checkpoint.Checkpoint.head_shard = fail
 raise SystemExit(main(sys.argv[1:]))
@@ -594,14 +828,48 @@ def test_ranks_one_fails(text, out, tmp_path, capfd):
     assert out.read_text() == "old"
 
 
-def test_ranks_of_torchrun(scored, text, out, tmp_path, capfd):
-    """Started by somebody else: --tp may be absent; what is wrong with the input is said once."""
+KILLED_RANK = """
+import os, signal, sys
+from vocabshard.command import main, score
+
+if os.environ["RANK"] == "1":
+    real, calls = score.linear_logp, []
+    def last(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+    score.linear_logp = last
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+def test_ranks_one_is_killed(scored, text, out, tmp_path, capfd, monkeypatch):
+    """Nobody waits for it, what was finished is kept, and the same command goes on from there."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_RANK)
+    started = time.monotonic()
+    with monkeypatch.context() as killing:
+        run = lambda tp, arguments: launching.run(tp, [str(script), *arguments])  # noqa: E731
+        killing.setattr(score_module, "start_ranks", run)
+        assert score(TINY, text, out, "--tp", "2") == 128 + 9
+    err = capfd.readouterr().err
+    assert "rank 1 of 2 failed with exit code 137; the others were ended" in err
+    assert f"what was scored is kept in {out}.partial, and the same command goes on from there" in err
+    assert "Traceback" not in err
+    assert out.read_text() == "old"
+    kept = [json.loads(line) for line in out.with_name("old.jsonl.partial").read_text().splitlines()[1:]]
+    assert len(kept) == 3 * 64 and all(is_token(record, index) for index, record in enumerate(kept))
+    assert time.monotonic() - started < 100
+    assert score(TINY, text, out, "--tp", "2") == 0
+    assert token_lines(out) == token_lines(scored)
+    assert read_scores(out).summary["resumed"] == len(kept)
+
+
+def test_ranks_of_torchrun(out, tmp_path, capfd):
+    """Started by somebody else: what is wrong with the input is said once."""
     program = [str(PACKAGE / "command" / "rank" / "__main__.py"), "score", str(TINY)]
     options = ["--out", str(out), "--quiet"]
-    assert launching.run(2, [*program, str(text), *options]) == 0
-    assert token_lines(out) == token_lines(scored)
-    out.write_text("old")
-    capfd.readouterr()
     assert launching.run(2, [*program, str(tmp_path / "none.txt"), *options]) == 2
     err = capfd.readouterr().err
     assert err.count("vocabshard: error: text ") == 1

@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from vocabshard.command.errors import InputError
-
-EXIT_BAD_INPUT = 2
+from vocabshard.command.errors import EXIT_BAD_INPUT, InputError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,14 +31,23 @@ def build_parser() -> argparse.ArgumentParser:
 
     score = commands.add_parser(
         "score",
-        help="score every token of a text with a checkpoint's head",
-        description="Score every token of TEXTFILE with the head of CHECKPOINT, sharded over N ranks.",
+        help="score every token of a text, or of completions, with a checkpoint's head",
+        description="Score every token of FILE with the head of CHECKPOINT, sharded over N ranks. What an interrupted "
+        "run has scored is kept in FILE.jsonl.partial, and the same command goes on from there.",
     )
     score.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="directory with config.json, safetensors and a tokenizer"
     )
-    score.add_argument("text", metavar="TEXTFILE", help="UTF-8 text")
+    score.add_argument(
+        "text", metavar="FILE", help="UTF-8 text, or prompts and completions in JSON Lines (*.jsonl, *.ndjson)"
+    )
     score.add_argument("--out", metavar="FILE.jsonl", required=True, help="where the records go")
+    score.add_argument("--plot", metavar="FILE.png", help="a picture of the log-probs, token by token and how many")
+    score.add_argument(
+        "--score",
+        choices=("all", "completion"),
+        help="which tokens of JSON Lines (default: completion; of a text all)",
+    )
     score.add_argument("--tp", type=int, metavar="N", help="ranks to shard the head over (default: 1, or torchrun's)")
     score.add_argument(
         "--sizes",
@@ -50,6 +57,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     score.add_argument(
         "--batch-rows", type=int, default=64, metavar="R", help="tokens a call of the head scores (default: 64)"
+    )
+    score.add_argument(
+        "--batch-windows",
+        type=int,
+        default=1,
+        metavar="B",
+        help="windows that the model sees in one call; its bits may depend on it (default: 1)",
     )
     score.add_argument(
         "--dtype",
@@ -84,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("first", metavar="A")
     compare.add_argument("second", metavar="B")
+    compare.add_argument("--plot", metavar="FILE.png", help="a picture of the ratios of probabilities")
     compare.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
 

@@ -118,10 +118,10 @@ class Checkpoint:
             raise InputError(f"real vocabulary size: expected 1 to {rows}, the rows of {self.head_name}, got {real!r}")
         return real
 
-    def head_shard(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows `[start, stop)` of the head as `dtype` [stop - start, D], and of its bias; only they are read."""
-        weight = self._rows(self.head_name, start, stop).to(dtype)
-        return weight, None if self.bias_name is None else self._rows(self.bias_name, start, stop).to(dtype)
+    def head_shard(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows `[start, stop)` of the head as stored [stop - start, D], and of its bias; only they are read."""
+        weight = self._rows(self.head_name, start, stop)
+        return weight, None if self.bias_name is None else self._rows(self.bias_name, start, stop)
 
     def fingerprints(self) -> dict[str, str]:
         """SHA-256 of the config, the tokenizer and every weight file, by file name."""

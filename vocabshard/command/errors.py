@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+EXIT_BAD_INPUT = 2
+
 
 class InputError(Exception):
     """What the user gave cannot be used; its text is the whole message.
@@ -23,10 +25,12 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def require(module: str) -> ModuleType:
-    """Imports a module that only the optional dependencies bring."""
+def require(module: str, extra: str = "score") -> ModuleType:
+    """Imports a module that only the optional dependencies named `extra` bring."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise InputError(f"this command needs {name} ({first_line(error)}): pip install 'vocabshard[score]'") from error
+        raise InputError(
+            f"this command needs {name} ({first_line(error)}): pip install 'vocabshard[{extra}]'"
+        ) from error

@@ -1,17 +1,17 @@
-"""Hidden states of a sequence, by the transformers base model without its head, in windows of a fixed length."""
+"""Hidden states of sequences, by the transformers base model without its head, in windows of a fixed length."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from vocabshard.command.checkpoint import Checkpoint
 from vocabshard.command.errors import InputError, first_line, require
+from vocabshard.command.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,19 @@ class Windows:
             start, done = start + self.stride, stop
 
 
+@dataclass(frozen=True)
+class Span:
+    """One window of one sequence: the model sees tokens [start, stop), and positions [first, stop) are wanted."""
+
+    sequence: int
+    start: int
+    stop: int
+    first: int
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+
 def choose_windows(checkpoint: Checkpoint, length: int | None, stride: int | None) -> Windows:
     """The windows asked for, by default as long as the model's context, each half a window after the other."""
     context = checkpoint.context
@@ -46,6 +59,17 @@ def choose_windows(checkpoint: Checkpoint, length: int | None, stride: int | Non
     if not 1 <= stride <= length:
         raise InputError(f"--stride: expected 1 to the window's {length}, got {stride}")
     return Windows(length, stride)
+
+
+def spans_of(sequences: Sequence[Tokens], windows: Windows) -> list[Span]:
+    """The windows that give every scored token's position, in the order of the tokens; those of a prompt alone not."""
+    found = []
+    for number, tokens in enumerate(sequences):
+        for start, stop, new in windows.spans(len(tokens.ids) - 1):
+            first = max(new, tokens.context - 1)  # the state at a position predicts the token after it
+            if first < stop:
+                found.append(Span(number, start, stop, first))
+    return found
 
 
 def load_base_model(checkpoint: Checkpoint) -> torch.nn.Module:
@@ -73,24 +97,47 @@ def load_base_model(checkpoint: Checkpoint) -> torch.nn.Module:
 
 
 def hidden_states(
-    model: torch.nn.Module,
-    ids: list[int],
-    windows: Windows,
-    threads: int,
-    progress: Callable[[int], Any] = lambda done: None,
-) -> torch.Tensor:
-    """fp32 [len(ids), D], one window at a time; the bits depend on windows and threads, on nothing of the head.
+    model: torch.nn.Module, sequences: Sequence[Tokens], spans: Sequence[Span], batch: int, threads: int, skip: int = 0
+) -> Iterator[torch.Tensor]:
+    """fp32 [rows, D] of the wanted positions after the first `skip`, from `batch` windows at a time.
 
-    `progress` is called with the number of new positions after every window.
+    Windows of a batch are filled up on the right, which causal models do not see. The bits depend on windows, batch
+    and threads, on nothing of the head, nor on `skip`: a batch is made as a whole or not at all.
     """
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    rows = []
-    with torch.no_grad(), _threads(threads):
-        for start, stop, done in windows.spans(len(ids)):
-            output = model(input_ids=torch.tensor([ids[start:stop]]), **options)
-            rows.append(output.last_hidden_state[0, done - start :].float())
-            progress(stop - done)
-    return torch.cat(rows)
+    for at in range(0, len(spans), batch):
+        some = spans[at : at + batch]
+        count = sum(map(len, some))
+        if skip >= count:
+            skip -= count
+            continue
+        ids = torch.zeros(len(some), max(span.stop - span.start for span in some), dtype=torch.int64)
+        for row, span in zip(ids, some, strict=True):
+            row[: span.stop - span.start] = torch.tensor(sequences[span.sequence].ids[span.start : span.stop])
+        with torch.no_grad(), _threads(threads):
+            states = model(input_ids=ids, **options).last_hidden_state.float()
+        wanted = [
+            state[span.first - span.start : span.stop - span.start] for state, span in zip(states, some, strict=True)
+        ]
+        yield torch.cat(wanted)[skip:]
+        skip = 0
+
+
+def in_chunks(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
+    """The same rows, `size` at a time; the last chunk holds what is left."""
+    kept: list[torch.Tensor] = []
+    count = 0
+    for block in blocks:
+        kept.append(block)
+        count += len(block)
+        if count >= size:
+            *whole, rest = torch.cat(kept).split(size)
+            if len(rest) == size:
+                whole, rest = [*whole, rest], rest[:0]
+            yield from whole
+            kept, count = [rest], len(rest)
+    if count:
+        yield torch.cat(kept)
 
 
 @contextlib.contextmanager

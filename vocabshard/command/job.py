@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from vocabshard.command.checkpoint import Checkpoint
-from vocabshard.command.errors import InputError
-from vocabshard.command.hidden import Windows, choose_windows
-from vocabshard.command.tokens import Tokens, read_text, tokenize
+from vocabshard.command.errors import InputError, require
+from vocabshard.command.files import writable
+from vocabshard.command.hidden import Span, Windows, choose_windows, spans_of
+from vocabshard.command.tokens import ALL, COMPLETION, JSON_LINES, Tokens, read_sequences
 
 TILE = 16  # shard boundaries at multiples of it keep the bytes independent of the sharding
 
@@ -24,14 +24,27 @@ class Job:
     checkpoint: Checkpoint
     text: Path
     out: Path
-    tokens: Tokens
+    plot: Path | None
+    sequences: list[Tokens]
+    scope: str
     sizes: list[int]  # rows of the head on each rank
     real_vocab_size: int
     windows: Windows
+    batch_windows: int
     batch_rows: int
     dtype: str
     threads: int
     quiet: bool
+
+    @property
+    def spans(self) -> list[Span]:
+        """The windows that the model sees, which give every token to score once, in order."""
+        return spans_of(self.sequences, self.windows)
+
+    @property
+    def targets(self) -> list[int]:
+        """The ids of all tokens to score, in order."""
+        return [token for tokens in self.sequences for token in tokens.ids[tokens.context :]]
 
 
 MOST_RANKS = 64  # all on this machine, each a process that holds torch
@@ -73,29 +86,29 @@ def choose_sizes(sizes: Sequence[int] | None, tp: int, rows: int, real: int) -> 
 
 def prepare(args: argparse.Namespace, tp: int) -> Job:
     """Checks everything that can be checked without loading the model. Raises InputError."""
-    out = Path(args.out).resolve()  # a symbolic link stays one: what it names is written
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: the directory {out.parent} does not exist")
-    if out.is_dir():
-        raise InputError(f"--out {out}: is a directory, expected the name of a file")
-    if out.exists() and not out.is_file():
-        raise InputError(f"--out {out}: is no regular file, expected one or a new name")
-    if not os.access(out.parent, os.W_OK):
-        raise InputError(f"--out {out}: the directory {out.parent} is not writable")
-    for name in ("batch_rows", "threads"):
+    out = writable("--out", args.out)
+    plot = None if args.plot is None else writable("--plot", args.plot)
+    if plot is not None:
+        require("matplotlib", "plot")
+        if plot == out:
+            raise InputError(f"--plot {plot}: is where the records go; choose another name")
+    for name in ("batch_rows", "batch_windows", "threads"):
         if getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')}: expected 1 or more, got {getattr(args, name)}")
-    text = read_text(args.text)
     checkpoint = Checkpoint.open(args.checkpoint)
     real = checkpoint.real_vocab_size(args.real_vocab_size)
+    sequences = read_sequences(Path(args.text), checkpoint, args.score, real)
     return Job(
         checkpoint=checkpoint,
         text=Path(args.text),
         out=out,
-        tokens=tokenize(checkpoint, text, real),
+        plot=plot,
+        sequences=sequences,
+        scope=args.score or (COMPLETION if Path(args.text).suffix in JSON_LINES else ALL),
         sizes=choose_sizes(args.sizes, tp, checkpoint.head_shape[0], real),
         real_vocab_size=real,
         windows=choose_windows(checkpoint, args.window, args.stride),
+        batch_windows=args.batch_windows,
         batch_rows=args.batch_rows,
         dtype=args.dtype,
         threads=args.threads,

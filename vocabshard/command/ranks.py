@@ -105,3 +105,22 @@ def agree(place: Place, part: Callable[[], T]) -> T:
             everywhere = messages.count(found) == len(messages)
             raise InputError(found if everywhere else f"rank {rank}: {found}", printed=place.rank != 0)
     return cast(T, result)
+
+
+def from_first(place: Place, part: Callable[[], T]) -> T:
+    """The result of `part` on rank 0, on every rank, or an InputError on every rank. Collective."""
+    result = agree(place, lambda: part() if place.rank == 0 else None)
+    if place.group is not None:
+        results = [result]
+        dist.broadcast_object_list(results, group=place.group, group_src=0)
+        result = results[0]
+    return cast(T, result)
+
+
+def gather(place: Place, value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank. Collective."""
+    if place.group is None:
+        return [value]
+    values = [value] * place.group.size()
+    dist.all_gather_object(values, value, group=place.group)
+    return values

@@ -1,35 +1,36 @@
 """The JSON Lines file of scores: one header, one record a token, one summary.
 
 A token's `bits` are the three fp32 values logp, lse and entropy as 8 hexadecimal digits each: the numbers beside them
-are for reading, and null where they are not finite.
+are for reading, and null where they are not finite. `hidden`, `weight` and `target` are fingerprints of what the values
+were computed from.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vocabshard.command.errors import InputError, first_line
 
-FORMAT = "vocabshard-scores-1"
+FORMAT = "vocabshard-scores-2"
 FIELDS = ("logp", "lse", "entropy")
+FINGERPRINTS = ("hidden", "weight", "target")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A file that was read: `bits` holds three uint32 a token, in the order of FIELDS."""
+    """A file that was read: `bits` holds three uint32 a token, in the order of FIELDS, `prints` the FINGERPRINTS."""
 
     header: Mapping[str, Any]
     ids: list[int]
     texts: list[str]
     bits: list[tuple[int, int, int]]
+    prints: list[tuple[str, str, str]]
     summary: Mapping[str, Any]
 
 
@@ -38,38 +39,48 @@ def as_float(bits: int) -> float:
     return struct.unpack(">f", bits.to_bytes(4, "big"))[0]
 
 
-def token_record(index: int, token: int, text: str, bits: tuple[int, int, int]) -> dict[str, Any]:
+def bits_of(record: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The three uint32 of a token's record."""
+    return struct.unpack(">III", bytes.fromhex(record["bits"]))
+
+
+def token_record(
+    index: int, sequence: int, token: int, text: str, bits: Sequence[int], prints: Sequence[str]
+) -> dict[str, Any]:
     """One token's record."""
     values = dict(zip(FIELDS, map(as_float, bits), strict=True))
     return {
         "type": "token",
         "index": index,
+        "sequence": sequence,
         "id": token,
         "text": text,
         **{name: value if math.isfinite(value) else None for name, value in values.items()},
         "bits": "".join(f"{word:08x}" for word in bits),
+        **dict(zip(FINGERPRINTS, prints, strict=True)),
     }
 
 
-def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes the whole file under another name beside `path` and renames it: `path` is complete or untouched."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"--out {path}: cannot be written: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+def as_line(record: Mapping[str, Any]) -> bytes:
+    """A record as it stands in the file."""
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def is_token(record: Mapping[str, Any], index: int) -> bool:
+    """Whether a record is whole and the one of the token `index`."""
+    return (
+        record.get("type") == "token"
+        and record.get("index") == index
+        and type(record.get("id")) is int
+        and type(record.get("sequence")) is int
+        and isinstance(record.get("text"), str)
+        and _is_hexadecimal(record.get("bits"), 24)
+        and all(_is_hexadecimal(record.get(name), 16) for name in FINGERPRINTS)
+    )
 
 
 def read_scores(path: str | Path) -> Scores:
-    """Reads a file that `write_records` wrote whole. Raises InputError that names the line which is not as expected."""
+    """Reads a whole file of scores. Raises InputError that names the line which is not as expected."""
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -86,17 +97,23 @@ def read_scores(path: str | Path) -> Scores:
         raise InputError(f"{path}:{len(records)}: expected the summary: the file is not whole")
     tokens = records[1:-1]
     for number, record in enumerate(tokens, 2):
-        if not _is_token(record, number - 2):
+        if not is_token(record, number - 2):
             raise InputError(
-                f"{path}:{number}: expected the record of token {number - 2}, with its id, text and 24 "
-                "hexadecimal digits of bits"
+                f"{path}:{number}: expected the record of token {number - 2}, with its id, text, 24 hexadecimal "
+                f"digits of bits, and 16 each of {', '.join(FINGERPRINTS)}"
             )
     if records[-1].get("tokens") != len(tokens):
         raise InputError(
             f"{path}: the summary counts {records[-1].get('tokens')!r} tokens, the file holds {len(tokens)}"
         )
-    bits = [struct.unpack(">III", bytes.fromhex(record["bits"])) for record in tokens]
-    return Scores(records[0], [r["id"] for r in tokens], [r["text"] for r in tokens], bits, records[-1])
+    return Scores(
+        records[0],
+        [record["id"] for record in tokens],
+        [record["text"] for record in tokens],
+        [bits_of(record) for record in tokens],
+        [(record["hidden"], record["weight"], record["target"]) for record in tokens],
+        records[-1],
+    )
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -109,14 +126,5 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-def _is_token(record: Mapping[str, Any], index: int) -> bool:
-    bits = record.get("bits")
-    return (
-        record["type"] == "token"
-        and record.get("index") == index
-        and type(record.get("id")) is int
-        and isinstance(record.get("text"), str)
-        and isinstance(bits, str)
-        and len(bits) == 24
-        and set(bits) <= set("0123456789abcdef")
-    )
+def _is_hexadecimal(value: Any, digits: int) -> bool:
+    return isinstance(value, str) and len(value) == digits and set(value) <= set("0123456789abcdef")

@@ -1,14 +1,17 @@
-"""From a text file to the tokens to score, with the tokenizer of a checkpoint."""
+"""From an input file to the sequences of tokens to score: a plain text, or JSON Lines of prompts and completions."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vocabshard.command.checkpoint import Checkpoint
 from vocabshard.command.errors import InputError, first_line, require
 
-_Encoding = tuple[list[int], list[str], list[int]]  # ids, the text of each, and 1 for each special token
+ALL, COMPLETION = "all", "completion"
+JSON_LINES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,43 @@ class Tokens:
         return len(self.ids) - self.context
 
 
-def read_text(path: str | Path) -> str:
+@dataclass(frozen=True)
+class Encoded:
+    """A text in tokens; the `opening` first of them are the tokenizer's own (BOS), and no text."""
+
+    ids: list[int]
+    texts: list[str]
+    opening: int
+
+
+Encode = Callable[[str, bool], Encoded]  # (text, whether the tokenizer puts its own tokens around it)
+
+
+def read_sequences(path: Path, checkpoint: Checkpoint, scope: str | None, real_vocab_size: int) -> list[Tokens]:
+    """The sequences of an input file: one of a text, one a line of JSON Lines, each with something to score.
+
+    `scope` is ALL, COMPLETION or None, which is ALL of a text and the COMPLETION of JSON Lines. Raises InputError,
+    which names the line where there are lines.
+    """
+    sequences = []
+    if path.suffix in JSON_LINES:
+        pairs = list(read_pairs(path))
+        encode = load_tokenizer(checkpoint.path)
+        for number, (prompt, completion) in enumerate(pairs, 1):
+            tokens = tokenize(encode, prompt, completion, scope or COMPLETION)
+            sequences.append(_checked(tokens, f"{path}:{number}", checkpoint, real_vocab_size))
+    else:
+        if scope == COMPLETION:
+            raise InputError(f"--score completion: {path} is a text; prompts and completions come in a *.jsonl")
+        text = read_text(path)
+        tokens = tokenize(load_tokenizer(checkpoint.path), text, "", ALL)
+        sequences.append(_checked(tokens, f"text {path}", checkpoint, real_vocab_size))
+    return sequences
+
+
+def read_text(path: Path) -> str:
     """A file's UTF-8 text. Raises InputError when it cannot be read, is empty, or is no text."""
-    path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"text {path}: cannot be read: {error.strerror}") from error
+    content = _read_bytes(path)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -43,53 +76,112 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def tokenize(checkpoint: Checkpoint, text: str, real_vocab_size: int) -> Tokens:
-    """All tokens of `text`, after the special ones (BOS) that this tokenizer puts first.
+def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
+    """(prompt, completion) of every line. Raises InputError for the first line that is not as expected."""
+    lines = _read_bytes(path).split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    if not lines:
+        raise InputError(f"text {path}: empty")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}:{number}: not UTF-8: byte 0x{line[error.start]:02x}") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number}: not JSON: {first_line(error)}") from error
+        if not isinstance(record, dict):
+            raise InputError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
+        for key in ("prompt", "completion"):
+            if not isinstance(record.get(key), str):
+                found = "none" if key not in record else repr(record[key])[:40]
+                raise InputError(f"{path}:{number}: expected a {key}, which is a text, got {found}")
+        if not record["completion"]:
+            raise InputError(f"{path}:{number}: empty completion: there is nothing to score")
+        yield record["prompt"], record["completion"]
 
-    Without any, the first token of the text has nothing before it and is not scored.
+
+def tokenize(encode: Encode, prompt: str, completion: str, scope: str) -> Tokens:
+    """The tokens of both texts, each tokenized by itself, after the special ones (BOS) that this tokenizer puts first.
+
+    ALL scores every one but those, COMPLETION the completion's. Without any before it the first one is not scored.
     """
-    ids, texts, special = _encode_fast(checkpoint.path, text) or _encode_slow(checkpoint.path, text)
-    context, end = 0, len(ids)
-    while end and special[end - 1]:  # what closes a sequence is no text
-        end -= 1
-    while context < end and special[context]:
-        context += 1
-    ids, texts, context = ids[:end], texts[:end], max(1, context)
-    if len(ids) <= context:
-        raise InputError(f"the text is {len(ids)} tokens long: there is none to score after the first")
-    if max(ids) >= real_vocab_size:
+    first = encode(prompt or "a", True)
+    if not prompt:
+        first = Encoded(first.ids[: first.opening], first.texts[: first.opening], first.opening)
+    second = encode(completion, False) if completion else Encoded([], [], 0)
+    context = first.opening if scope == ALL else len(first.ids)
+    return Tokens(first.ids + second.ids, first.texts + second.texts, max(1, context))
+
+
+def _checked(tokens: Tokens, where: str, checkpoint: Checkpoint, real_vocab_size: int) -> Tokens:
+    if len(tokens) < 1:
+        raise InputError(f"{where}: {len(tokens.ids)} tokens: there is none to score after the first")
+    largest = max(tokens.ids)
+    if largest >= real_vocab_size:
         raise InputError(
-            f"the tokenizer of {checkpoint.path} gives token {max(ids)}, beyond the head's {real_vocab_size} "
+            f"{where}: the tokenizer of {checkpoint.path} gives token {largest}, beyond the head's {real_vocab_size} "
             "real rows: it belongs to another model, or --real-vocab-size is too small"
         )
-    return Tokens(ids, texts, context)
+    return tokens
 
 
-def _encode_fast(path: Path, text: str) -> _Encoding | None:
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"text {path}: cannot be read: {error.strerror}") from error
+
+
+def load_tokenizer(path: Path) -> Encode:
+    """The tokenizer of a checkpoint's directory."""
+    return _fast(path) or _slow(path)
+
+
+def _encoded(ids: list[int], texts: list[str], special: list[int]) -> Encoded:
+    opening, end = 0, len(ids)
+    while end and special[end - 1]:  # what closes a sequence is no text
+        end -= 1
+    while opening < end and special[opening]:
+        opening += 1
+    return Encoded(ids[:end], texts[:end], opening)
+
+
+def _fast(path: Path) -> Encode | None:
     """By `tokenizer.json` alone, which spares loading transformers; None when there is no such file."""
     file = path / "tokenizer.json"
     if not file.exists():
         return None
-    tokenizers = require("tokenizers")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = require("tokenizers").Tokenizer.from_file(str(file))
+    except InputError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{file}: not a tokenizer: {first_line(error)}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    encoding = tokenizer.encode(text)
-    return list(encoding.ids), [text[start:stop] for start, stop in encoding.offsets], encoding.special_tokens_mask
+
+    def encode(text: str, open_it: bool) -> Encoded:
+        encoding = tokenizer.encode(text, add_special_tokens=open_it)
+        texts = [text[start:stop] for start, stop in encoding.offsets]
+        return _encoded(list(encoding.ids), texts, encoding.special_tokens_mask)
+
+    return encode
 
 
-def _encode_slow(path: Path, text: str) -> _Encoding:
+def _slow(path: Path) -> Encode:
     """By whatever tokenizer transformers finds in the directory."""
     transformers = require("transformers")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-        ids = tokenizer(text, truncation=False)["input_ids"]
+        special = set(tokenizer.all_special_ids)
     except Exception as error:  # a missing or corrupt file of any of many formats
         raise InputError(
             f"checkpoint {path}: no tokenizer.json, and no other tokenizer could be loaded: {first_line(error)}"
         ) from error
-    special = set(tokenizer.all_special_ids)
-    return ids, [tokenizer.decode([token]) for token in ids], [int(token in special) for token in ids]
+
+    def encode(text: str, open_it: bool) -> Encoded:
+        ids = tokenizer(text, truncation=False, add_special_tokens=open_it)["input_ids"]
+        return _encoded(ids, [tokenizer.decode([token]) for token in ids], [int(token in special) for token in ids])
+
+    return encode
