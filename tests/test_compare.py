@@ -16,7 +16,7 @@ def bits_of(*values):
     return struct.unpack(">III", struct.pack(">3f", *values))
 
 
-PRINTS = ("0" * 16, "1" * 16, "2" * 16)
+PRINTS = ("0" * 16, "1" * 32, "2" * 16)
 
 
 def records(tokens, header=None, prints=None):
@@ -155,26 +155,31 @@ def test_ratios_and_k3(write, capsys):
 def test_what_explains_a_difference(write, capsys, cause):
     """The fingerprint that differs at the tokens that do; what differs at tokens that do not explains nothing."""
     changed = [(5, (-1.5, 4.0, 2.5)), TOKENS[1], TOKENS[2]]
-    other = tuple("f" * 16 if i == cause else p for i, p in enumerate(PRINTS))
+    other = tuple("f" * len(p) if i == cause else p for i, p in enumerate(PRINTS))
     _, out, _ = compare(capsys, write("a", TOKENS), write("b", changed, prints={0: other}), "--json")
     name = ("hidden states", "weights", "targets")[cause]
     assert {key: count for key, count in json.loads(out)["explained_by"].items() if count} == {name: 1}
     assert json.loads(out)["first_difference"]["causes"] == [name]
-    _, out, _ = compare(capsys, write("a", TOKENS), write("b", changed, {"dtype": "bf16"}, {1: other}))
-    assert "tokens explained by head 1\nhead                dtype None and bf16\n" in out
+    _, out, _ = compare(capsys, write("a", TOKENS), write("b", changed, prints={1: other}))
+    assert "tokens explained by head 1\nhead                nothing that is recorded\n" in out
 
 
 def test_the_head_explains_by_what_can_change_bits(write, capsys):
-    """Shard boundaries only where they are not contract-bearing."""
+    """What the contract says does not matter only where it is not borne, or where nothing else differs."""
     changed = [(5, (-1.5, 4.0, 2.5)), TOKENS[1], TOKENS[2]]
 
-    def head(bearing, ranges, backend="cpu"):
-        return {"provenance": {"contract_bearing": bearing, "shard_ranges": ranges, "backend": backend}}
+    def head(bearing=True, ranges=((0, 2),), cap=None):
+        ran = {"contract_bearing": bearing, "shard_ranges": ranges, "softcap": cap, "fingerprint": str(cap)}
+        return {"provenance": ran}
 
-    for bearing, expected in ((True, "head                backend cpu and torch\n"), (False, "and [[0, 3]]")):
-        a = write("a", TOKENS, head(True, [[0, 2]]))
-        _, out, _ = compare(capsys, a, write("b", changed, head(bearing, [[0, 3]], "torch" if bearing else "cpu")))
-        assert expected in out
+    moved, cap = "shard_ranges [[0, 2]] and [[0, 3]]", "softcap None and 30.0"
+    for other, expected in (
+        (head(ranges=((0, 3),), cap=30.0), cap),
+        (head(ranges=((0, 3),)), moved),
+        (head(False, ((0, 3),), 30.0), f"contract_bearing True and False; {moved}; {cap}"),
+    ):
+        _, out, _ = compare(capsys, write("a", TOKENS, head()), write("b", changed, other))
+        assert f"head                {expected}\n" in out
 
 
 def test_plot(write, tmp_path, capsys):

@@ -24,7 +24,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
-from vocabshard import launching
+from vocabshard import launching, weight_fingerprint
 from vocabshard.command import checkpoint as checkpoint_module
 from vocabshard.command import main
 from vocabshard.command import score as score_module
@@ -361,7 +361,7 @@ def test_what_another_run_left(text, out, capsys, monkeypatch):
     left = partial.read_bytes()
     capsys.readouterr()
     assert score(TINY, text, out, "--dtype", "bf16") == 2
-    assert "is what another run left, with other dtype; repeat that run" in capsys.readouterr().err
+    assert "is what another run left, with other dtype, provenance; repeat that run" in capsys.readouterr().err
     assert partial.read_bytes() == left
     with partial.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -506,7 +506,7 @@ def test_plot(scored, text, tmp_path, out, capsys):
     read = read_scores(scored)
     figures = []
     for name, lines in (("finite", read.bits), ("infinite", [(0xFF800000, 0, 0)] * 3)):
-        records = [token_record(i, 0, 1, "t", bits, ("0" * 16,) * 3) for i, bits in enumerate(lines)]
+        records = [token_record(i, 0, 1, "t", bits, ("0" * 16, "0" * 32, "0" * 16)) for i, bits in enumerate(lines)]
         path = tmp_path / name
         path.write_bytes(b"".join(map(as_line, [read.header, *records, {"type": "summary", "tokens": len(records)}])))
         plot_scores(path, tmp_path / f"{name}.png")
@@ -563,13 +563,14 @@ def test_records(scored, text):
     assert (header["model"]["head_rows"], header["model"]["real_vocab_size"]) == (ROWS, REAL)
     assert (header["hidden"]["window"], header["hidden"]["stride"]) == (256, 128)
     assert "".join(token["text"] for token in tokens) == text.read_text()
+    weight = weight_fingerprint(load_file(TINY / "model.safetensors")["lm_head.weight"][:REAL])
     for position, token in enumerate(tokens):
         assert list(token) == [
             *("type", "index", "sequence", "id", "text", "logp", "lse", "entropy", "bits"),
             *("hidden", "weight", "target"),
         ]
         assert is_token(token, position) and token["sequence"] == 0
-        assert token["weight"] == header["model"]["weight"]
+        assert token["weight"] == header["model"]["weight"] == weight
         words = struct.unpack(">III", bytes.fromhex(token["bits"]))
         assert [token["logp"], token["lse"], token["entropy"]] == [as_float(word) for word in words]
     mean = torch.tensor([token["logp"] for token in tokens], dtype=torch.float64).mean()
@@ -760,21 +761,6 @@ def test_even_shards(rows, tp):
     assert choose_sizes([0, 2240, 11], 3, 2560, 2251) == [0, 2240, 11]
 
 
-def test_ranks_give_the_same_bytes(scored_whole, tmp_path, capfd):
-    """More layouts in multigpu/test_score.py; here the command starts the ranks itself."""
-    options = ["--tp", "4", "--sizes", "16,0,1984,560"]
-    assert score(TINY, TINY / "text.txt", tmp_path / "o.jsonl", *options) == 0
-    printed, err = capfd.readouterr()
-    assert printed == ""
-    assert "error" not in err and "Traceback" not in err
-    assert token_lines(tmp_path / "o.jsonl") == token_lines(scored_whole)
-    header = read_scores(tmp_path / "o.jsonl").header
-    assert header["tp"] == 4 == len(header["sizes"])
-    assert header["model"] == read_scores(scored_whole).header["model"]
-    assert main(["compare", str(scored_whole), str(tmp_path / "o.jsonl")]) == 0
-    assert capfd.readouterr().out.endswith("equal\n")
-
-
 def test_an_ordinary_sum_differs(scored, text):
     """On this very input: torch's fp32 product and logsumexp over 1, 2, 3 and 4 shards, and in batches of 1, 7, 64."""
     checkpoint = Checkpoint.open(TINY)
@@ -845,7 +831,10 @@ raise SystemExit(main(sys.argv[1:]))
 
 
 def test_ranks_one_is_killed(scored, text, out, tmp_path, capfd, monkeypatch):
-    """Nobody waits for it, what was finished is kept, and the same command goes on from there."""
+    """Nobody waits for it, what was finished is kept, and the same command goes on from there.
+
+    More layouts in multigpu/test_score.py; here the command starts the ranks itself.
+    """
     script = tmp_path / "killed.py"
     script.write_text(KILLED_RANK)
     started = time.monotonic()
@@ -864,6 +853,12 @@ def test_ranks_one_is_killed(scored, text, out, tmp_path, capfd, monkeypatch):
     assert score(TINY, text, out, "--tp", "2") == 0
     assert token_lines(out) == token_lines(scored)
     assert read_scores(out).summary["resumed"] == len(kept)
+    header = read_scores(out).header
+    assert header["tp"] == 2 == len(header["sizes"])
+    assert header["model"] == read_scores(scored).header["model"]
+    assert capfd.readouterr() == ("", "")
+    assert main(["compare", str(scored), str(out)]) == 0
+    assert capfd.readouterr().out.endswith("equal\n")
 
 
 def test_ranks_of_torchrun(out, tmp_path, capfd):

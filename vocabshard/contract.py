@@ -129,7 +129,7 @@ PADDING = "columns from real_vocab_size on are left out by selection"
 K_STEPS = {FMA_CHAIN: 1, HOPPER_K16: 16}
 
 # Whose difference cannot change a byte of logp, lse and entropy as long as the contract is borne.
-_BIT_NEUTRAL = (
+BIT_NEUTRAL = (
     *("backend", "device", "architecture", "compute_capability", "contract_bearing", "reason", "build"),
     *("padded_vocab_size", "shard_ranges", "outputs"),
 )
@@ -179,7 +179,7 @@ class Provenance:
     def fingerprint(self) -> str:
         """Of all that is bit-relevant: equal for two calls, on any ranks and machines, that must give equal bytes for
         equal tensors. Without the contract everything is relevant."""
-        neutral = (*_OF_THE_BACKWARD, *(_BIT_NEUTRAL if self.contract_bearing else ()))
+        neutral = (*_OF_THE_BACKWARD, *(BIT_NEUTRAL if self.contract_bearing else ()))
         stated = {name: value for name, value in self._stated().items() if name not in neutral}
         return digest({**stated, "constants": constants()})
 

@@ -12,6 +12,7 @@ from typing import Any
 from vocabshard.command.errors import InputError, require
 from vocabshard.command.files import writable
 from vocabshard.command.records import FIELDS, Scores, as_float, read_scores
+from vocabshard.contract import BIT_NEUTRAL
 
 # What a token's values come from, in the order of FINGERPRINTS, and the operator, where all of them are the same.
 INPUTS = ("hidden states", "weights", "targets")
@@ -165,17 +166,15 @@ def _difference(a: Scores, b: Scores, index: int, causes: list[str]) -> dict[str
 
 
 def _head_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """What the headers say of the operator that can change bits, where they differ: "dtype fp32 and bf16"."""
+    """What the headers say of the operator, where they differ: "projection_id fma-chain and library".
 
-    def described(header: Mapping[str, Any]) -> dict[str, Any]:
-        ran = dict(header.get("provenance") or {})
-        if ran.get("contract_bearing"):
-            ran.pop("shard_ranges", None)  # the contract is that they do not matter
-        return {"dtype": header.get("dtype"), **ran}
-
-    x, y = described(a), described(b)
-    names = [name for name in {**x, **y} if x.get(name) != y.get(name)]
-    return [f"{name} {x.get(name)} and {y.get(name)}" for name in names]
+    What the contract says cannot change a byte is named only where nothing else differs.
+    """
+    x, y = (dict(header.get("provenance") or {}) for header in (a, b))
+    differing = [name for name in {**x, **y} if x.get(name) != y.get(name) and name != "fingerprint"]
+    borne = bool(x.get("contract_bearing")) and bool(y.get("contract_bearing"))
+    relevant = [name for name in differing if not (borne and name in BIT_NEUTRAL)]
+    return [f"{name} {x.get(name)} and {y.get(name)}" for name in relevant or differing]
 
 
 def _distance(p: int, q: int) -> float:

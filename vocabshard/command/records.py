@@ -19,7 +19,7 @@ from vocabshard.command.errors import InputError, first_line
 
 FORMAT = "vocabshard-scores-2"
 FIELDS = ("logp", "lse", "entropy")
-FINGERPRINTS = ("hidden", "weight", "target")
+FINGERPRINTS = {"hidden": 16, "weight": 32, "target": 16}  # and their hexadecimal digits
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def is_token(record: Mapping[str, Any], index: int) -> bool:
         and type(record.get("sequence")) is int
         and isinstance(record.get("text"), str)
         and _is_hexadecimal(record.get("bits"), 24)
-        and all(_is_hexadecimal(record.get(name), 16) for name in FINGERPRINTS)
+        and all(_is_hexadecimal(record.get(name), digits) for name, digits in FINGERPRINTS.items())
     )
 
 
@@ -100,7 +100,7 @@ def read_scores(path: str | Path) -> Scores:
         if not is_token(record, number - 2):
             raise InputError(
                 f"{path}:{number}: expected the record of token {number - 2}, with its id, text, 24 hexadecimal "
-                f"digits of bits, and 16 each of {', '.join(FINGERPRINTS)}"
+                f"digits of bits, and the fingerprints {', '.join(FINGERPRINTS)}"
             )
     if records[-1].get("tokens") != len(tokens):
         raise InputError(

@@ -15,22 +15,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vocabshard import ContractError, LogpOutput, VocabShard, linear_logp, provenance
+from vocabshard import ContractError, LogpOutput, VocabShard, linear_logp, provenance, weight_fingerprint
 from vocabshard.command.checkpoint import file_sha256
 from vocabshard.command.errors import EXIT_BAD_INPUT, InputError, first_line, require
-from vocabshard.command.fingerprints import fingerprint, row_digests, target_fingerprints
+from vocabshard.command.fingerprints import row_fingerprints, target_fingerprints
 from vocabshard.command.hidden import hidden_states, in_chunks, load_base_model
 from vocabshard.command.job import Job, choose_tp, prepare
 from vocabshard.command.ranks import Place, agree, from_first, gather, join_ranks, start_ranks
 from vocabshard.command.recording import Recording, partial_of
 from vocabshard.command.records import FORMAT, token_record
-from vocabshard.contract import Provenance
+from vocabshard.contract import Provenance, digest
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -139,17 +138,17 @@ class Clock:
 
 
 def _load_head(job: Job, place: Place) -> tuple[Head, str]:
-    """This rank's part of the head, and the fingerprint of all its real rows. Collective."""
+    """This rank's part of the head, and the fingerprint of all its real rows as stored. Collective."""
     start = sum(job.sizes[: place.rank])
     weight, bias = agree(place, lambda: job.checkpoint.head_shard(start, start + job.sizes[place.rank]))
-    real = max(0, job.real_vocab_size - start)
-    digests = gather(place, row_digests(weight[:real], None if bias is None else bias[:real]))
-    shard = agree(
-        place, lambda: VocabShard(start, start + len(weight), job.real_vocab_size, sum(job.sizes), place.group)
-    )
+    rows = sum(job.sizes)
+    shard = agree(place, lambda: VocabShard(start, start + len(weight), job.real_vocab_size, rows, place.group))
+    stored = weight_fingerprint(weight, shard)
+    if bias is not None:
+        stored = digest({"weight": stored, "bias": weight_fingerprint(bias, shard)})
     dtype = TORCH_DTYPES[job.dtype]
     head = Head(shard, weight.to(dtype), None if bias is None else bias.to(dtype), job.checkpoint.softcap)
-    return head, fingerprint(list(chain.from_iterable(digests)))
+    return head, stored
 
 
 def _rows(
@@ -214,10 +213,10 @@ class _Records:
     def of(self, first: int, rows: torch.Tensor, words: torch.Tensor) -> list[Mapping[str, Any]]:
         """Of the tokens from `first` on, whose hidden states and bits these are."""
         found: list[Mapping[str, Any]] = []
-        for index, (digest, signed) in enumerate(zip(row_digests(rows), words.t().tolist(), strict=True), first):
+        for index, (hidden, signed) in enumerate(zip(row_fingerprints(rows), words.t().tolist(), strict=True), first):
             sequence, token, text, target = self._tokens[index]
             bits = [word & 0xFFFFFFFF for word in signed]
-            found.append(token_record(index, sequence, token, text, bits, (digest.hex(), self._weight, target)))
+            found.append(token_record(index, sequence, token, text, bits, (hidden, self._weight, target)))
         return found
 
 
