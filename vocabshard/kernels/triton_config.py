@@ -20,6 +20,8 @@ class LaunchConfig:
     flatten: bool = False  # one pipeline across the blocks of a run: loads run ahead during the epilogue
     max_registers: int | None = None
     runs: int = 1  # parts that the vocabulary is cut into
+    short_runs: int = 0  # the last of them, which share short_blocks: they fill the SMs that the long ones leave idle
+    short_blocks: int = 0
 
 
 def merge_block(runs: int, N: int) -> tuple[int, int]:

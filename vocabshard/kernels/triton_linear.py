@@ -123,7 +123,19 @@ def store_columns(to, row, column, y, BM: tl.constexpr, BN: tl.constexpr):
             to.store([row, column + 192], f)
 
 
-@triton.jit(do_not_specialize=["N", "V", "V_local", "mapped", "vocab_start", "runs"])
+@triton.jit
+def run_start(run, runs, short_runs, blocks, short_blocks):
+    """First block of a run. The last `short_runs` share the last `short_blocks`, the others what is before them."""
+    long_runs = runs - short_runs
+    long_blocks = blocks - short_blocks
+    of_long = run.to(tl.int64) * long_blocks // long_runs
+    of_short = long_blocks + (run - long_runs).to(tl.int64) * short_blocks // tl.maximum(short_runs, 1)
+    return tl.where(run <= long_runs, of_long, of_short).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["N", "V", "V_local", "mapped", "vocab_start", "runs", "short_runs", "short_blocks"],
+)
 def linear_partials(
     hidden_map,
     weight_map,
@@ -143,6 +155,8 @@ def linear_partials(
     D,
     vocab_start,
     runs,
+    short_runs,
+    short_blocks,
     hn,
     hd,
     wv,
@@ -175,8 +189,8 @@ def linear_partials(
     row_block = group * GROUP + inside % group_rows
     run = inside // group_rows
     blocks = tl.cdiv(V if LOGITS == "none" else V_local, BN)
-    first = (run.to(tl.int64) * blocks // runs).to(tl.int32)
-    last = ((run.to(tl.int64) + 1) * blocks // runs).to(tl.int32)
+    first = run_start(run, runs, short_runs, blocks, short_blocks)
+    last = run_start(run + 1, runs, short_runs, blocks, short_blocks)
 
     rows = row_block * BM + tl.arange(0, BM)
     target = tl.load(target_ids + rows, mask=rows < N, other=-1) - vocab_start
@@ -370,6 +384,8 @@ def forward(
             D,
             problem.vocab_start,
             runs,
+            launch.short_runs,
+            launch.short_blocks,
             hidden.stride(0),
             hidden.stride(1),
             weight.stride(0),
