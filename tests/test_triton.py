@@ -339,11 +339,14 @@ def test_configurations_fit_their_shapes() -> None:
             for chain in ("descriptors", "pointers", "fma"):
                 for softcap in (False, True):
                     config = launch_config(n, columns, 2048, chain, softcap, 132)
-                    assert replace(config, runs=1) in CONFIGS.values()
+                    assert replace(config, runs=1, short_runs=0, short_blocks=0) in CONFIGS.values()
+                    assert config.short_runs == config.short_blocks < config.runs
                     assert 1 <= config.runs <= -(-columns // config.block_n)
                     assert config == launch_config(n, columns, 2048, chain, softcap, 132)
-    # 132 SMs: whole waves, and at N = 1 every slot has something to read
-    assert launch_config(4096, 151936, 4096, "descriptors", False, 132).runs * 32 % 132 == 0
+    # 132 SMs: 128 long runs leave 4 SMs to the short ones; whole waves; at N = 1 every slot has something to read
+    config = launch_config(4096, 37984, 4096, "descriptors", False, 132)
+    assert (config.runs, config.short_runs) == (4 + 9, 9)
+    assert launch_config(512, 151936, 4096, "descriptors", False, 132).runs * 4 == 132
     assert launch_config(1, 151936, 4096, "descriptors", False, 132).runs == 264
     assert with_runs(CONFIGS["large"], 128, 300, 64, 132).runs == 2
 

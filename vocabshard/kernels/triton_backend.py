@@ -1,9 +1,9 @@
-"""The Triton kernels as one module of the kernel interface. Gradients of the linear head come block by block."""
+"""The Triton kernels as one module of the kernel interface."""
 
 from __future__ import annotations
 
-from vocabshard.kernels.blockwise import backward
 from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
+from vocabshard.kernels.triton_backward import backward
 from vocabshard.kernels.triton_linear import forward, projection_id
 from vocabshard.kernels.triton_logits import logits_backward, logits_forward
 

@@ -45,15 +45,15 @@ CONFIGS = {
 
 
 def with_runs(config: LaunchConfig, N: int, columns: int, D: int, sm_count: int) -> LaunchConfig:
-    """Cuts the vocabulary so that the programs fill whole waves of the chip and end together."""
+    """Cuts the vocabulary so that the programs fill the chip and end together."""
     blocks = -(-columns // config.block_n)
     row_blocks = -(-N // config.block_m)
     slots = sm_count * config.residents
     # one group of row blocks at a time fills the chip: more rows of hidden would not stay in the L2
     fewest = 1 if row_blocks <= config.group_rows else min(blocks, -(-slots // config.group_rows))
-    # what a run costs to start and to store, in blocks: some 4 us
-    start = 300 * 128 * 256 / (config.block_m * config.block_n * config.residents * max(D, 64))
-    best, best_cost = fewest, float("inf")
+    # what a run costs to start and to store, in blocks: some 8 us
+    start = 600 * 128 * 256 / (config.block_m * config.block_n * config.residents * max(D, 64))
+    best, best_cost = replace(config, runs=fewest), float("inf")
     for wave in range(1, 13 + 2 * (row_blocks * fewest // slots)):
         runs = min(blocks, max(fewest, wave * slots // row_blocks))
         waves = -(-row_blocks * runs // slots)
@@ -61,8 +61,14 @@ def with_runs(config: LaunchConfig, N: int, columns: int, D: int, sm_count: int)
         mean = blocks / runs
         cost = waves * (mean + start) + (-(-blocks // runs) - mean)
         if cost < best_cost * 0.999:
-            best, best_cost = runs, cost
-    return replace(config, runs=best)
+            best, best_cost = replace(config, runs=runs), cost
+    # or one wave of long runs, a block shorter than they might be, and runs of one block that fill what is left
+    long_runs = slots // row_blocks if row_blocks <= config.group_rows else 0
+    mean = row_blocks * blocks / slots
+    short = blocks - long_runs * (int(mean) - 1)
+    if long_runs and 0 < short < blocks and mean + (1 + row_blocks * short / slots) * start < best_cost * 0.999:
+        best = replace(config, runs=long_runs + short, short_runs=short, short_blocks=short)
+    return best
 
 
 @lru_cache(maxsize=1024)
@@ -96,3 +102,99 @@ def logits_launch(outputs: int, columns: int, sm_count: int) -> tuple[int, int, 
         if cost < best_cost * 0.98:
             best, best_cost = runs, cost
     return warps, unroll, best
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """Block shape and schedule of one of the backward's products."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    residents: int = 1
+    flatten: bool = False
+
+
+@dataclass(frozen=True)
+class GradLaunch:
+    """How the backward cuts its work: blocks of rows and columns, and what each of its kernels runs with."""
+
+    rows: int
+    columns: int
+    dlogits: LaunchConfig
+    of_hidden: ProductConfig
+    of_weight: ProductConfig
+
+
+# Of a backward: dlogits of a block of columns, their sums and the fp32 sum of grad_weight where rows are cut too.
+SCRATCH_BYTES = 248 << 20
+SCRATCH_ROWS = 65536  # fewer columns than these rows leave would make grad_hidden's chain a matter of memory traffic
+
+DLOGITS = {
+    "large": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, flatten=True),
+    "soft-cap": LaunchConfig(block_m=128, block_n=128, block_k=64, warps=4, stages=3, residents=2, flatten=True),
+    "few": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2, flatten=True),
+    "pointers": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2),
+    "fma": LaunchConfig(block_m=64, block_n=64, block_k=1, warps=4, stages=1, residents=2),
+}
+# widest first; the second number is what a tile of it costs beside its share of the work
+PRODUCTS = {
+    "large": (ProductConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, flatten=True), 1.0),
+    "middle": (ProductConfig(block_m=128, block_n=128, block_k=64, warps=8, stages=4, flatten=True), 1.2),
+    "narrow": (ProductConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=4, residents=2, flatten=True), 1.4),
+    "small": (ProductConfig(block_m=64, block_n=64, block_k=128, warps=4, stages=3, residents=2, flatten=True), 2.0),
+}
+STRIDED = ProductConfig(block_m=64, block_n=64, block_k=32, warps=4, stages=2, residents=4)
+
+
+def product_cost(config: ProductConfig, weight: float, m: int, n: int, sm_count: int) -> float:
+    """Of a step of k, in elements of the output that an SM makes."""
+    tiles = -(-m // config.block_m) * -(-n // config.block_n)
+    waves = -(-tiles // (sm_count * config.residents))
+    return waves * config.residents * config.block_m * config.block_n * weight
+
+
+def product_launch(m: int, n: int, maps: bool, sm_count: int) -> ProductConfig:
+    """The configuration for an output [m, n]."""
+    if not maps:
+        return STRIDED
+    return min(PRODUCTS.values(), key=lambda entry: product_cost(entry[0], entry[1], m, n, sm_count))[0]
+
+
+def column_step(N: int, columns: int, D: int, most: int, dlogits: LaunchConfig, maps: bool, sm_count: int) -> int:
+    """Columns of a block, at most `most`: few blocks, whose tiles fill the chip's last wave."""
+    best, best_cost = most, float("inf")
+    fewest = -(-columns // most)
+    for count in range(fewest, fewest + 5):
+        step = -(-columns // (count * dlogits.block_n)) * dlogits.block_n
+        if step > most:
+            continue
+        cost = 0.0
+        for width in [step] * (columns // step) + [columns % step] * (columns % step > 0):
+            tiles = -(-N // dlogits.block_m) * -(-width // dlogits.block_n)
+            waves = -(-tiles // (sm_count * dlogits.residents))
+            cost += waves * dlogits.residents * dlogits.block_m * dlogits.block_n * D
+            config = product_launch(width, D, maps, sm_count)
+            weight = next((w for c, w in PRODUCTS.values() if c is config), 1.0)
+            cost += product_cost(config, weight, width, D, sm_count) * N
+        if cost < best_cost * 0.998:
+            best, best_cost = step, cost
+    return best
+
+
+@lru_cache(maxsize=1024)
+def grad_launch(
+    N: int, columns: int, D: int, chain: str, item: int, softcap: bool, sums_weight: bool, sm_count: int
+) -> GradLaunch:
+    """For N rows and `columns` columns; item: bytes of an element; sums_weight: no buffer takes grad_weight in fp32."""
+    rows = min(N, SCRATCH_ROWS)
+    maps = chain == "descriptors"
+    name = "few" if N <= 64 else "soft-cap" if softcap else "large"
+    dlogits = DLOGITS[name if maps else chain]
+    a_column = rows * item + 4 * (-(-rows // dlogits.block_m) + 1) + (4 * D if sums_weight and rows < N else 0)
+    most = max(SCRATCH_BYTES // a_column // 256, 1) * 256
+    step = column_step(rows, columns, D, most, dlogits, maps, sm_count)
+    of_hidden = product_launch(rows, D, maps, sm_count)
+    return GradLaunch(rows, step, dlogits, of_hidden, product_launch(min(step, columns), D, maps, sm_count))

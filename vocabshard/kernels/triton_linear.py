@@ -8,8 +8,6 @@ block shapes, runs and order change no byte.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vocabshard.contract import FMA_CHAIN, HOPPER_K16
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.kernels.triton_config import LaunchConfig, launch_config, merge_block
+from vocabshard.kernels.triton_launch import chain_of, epilogue_of, launching_on, sm_count_of
 from vocabshard.kernels.triton_partials import add_to_partials, merge_runs, store_counters
 from vocabshard.partials import identity_records, new_records
 from vocabshard.triton_contract import (
@@ -270,16 +269,6 @@ def projection_id(dtype: torch.dtype, device: torch.device) -> str:
     return HOPPER_K16 if (major, minor) == (9, 0) else f"triton-sm{major}{minor}"
 
 
-def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
-def _mappable(x: Tensor) -> bool:
-    """Whether the tensor copy engine can address a matrix as it lies."""
-    step = x.element_size()
-    return x.stride(1) == 1 and x.stride(0) * step % 16 == 0 and x.stride(0) > 0 and x.data_ptr() % 16 == 0
-
-
 def _weight_map(rows: Tensor, chunks: int, launch: LaunchConfig, quads: int = 4) -> TensorDescriptor:
     """64 * chunks rows of weight in quad order: position 64a + 8i + 2q + e reads row 64a + 16q + 2i + e, q < quads."""
     wv = rows.stride(0)
@@ -336,14 +325,9 @@ def forward(
     if N == 0 or columns == 0:
         return identity_records(N, problem.entropy, device), logits
 
-    chain = "fma"
-    if hidden.dtype != torch.float32:
-        mappable = _mappable(hidden) and _mappable(weight) and D > 0
-        copy_engine = INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9)
-        chain = "descriptors" if mappable and copy_engine else "pointers"
+    chain = chain_of(hidden, weight)
     if launch is None:
-        sm_count = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-        launch = launch_config(N, columns, D, chain, problem.softcap is not None, sm_count)
+        launch = launch_config(N, columns, D, chain, problem.softcap is not None, sm_count_of(device))
     hidden_map = weight_map = logits_map = tail_map = None
     mapped = V_local
     if chain == "descriptors":
@@ -356,15 +340,8 @@ def forward(
     runs = launch.runs
     records = new_records(N, problem.entropy, device)
     parts = records if runs == 1 else torch.empty(runs, *records.shape, dtype=torch.int64, device=device)
-    if inv_temperature is None:
-        temperature, scale, row_scale = "none", 1.0, None
-    elif isinstance(inv_temperature, Tensor):
-        temperature, scale, row_scale = "rows", 1.0, inv_temperature
-    else:
-        temperature, scale, row_scale = "scalar", float(inv_temperature), None
-    cap = 1.0 if problem.softcap is None else _fp32(problem.softcap)
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_device:
+    epilogue = epilogue_of(inv_temperature, problem)
+    with launching_on(device):
         linear_partials[(triton.cdiv(N, launch.block_m) * runs,)](
             hidden_map,
             weight_map,
@@ -374,7 +351,7 @@ def forward(
             weight,
             bias,
             target_ids,
-            row_scale,
+            epilogue.row_scale,
             parts,
             logits,
             N,
@@ -392,9 +369,9 @@ def forward(
             weight.stride(1),
             0 if bias is None else bias.stride(0),
             0 if logits is None else logits.stride(0),
-            scale,
-            cap,
-            1.0 / cap,
+            epilogue.scale,
+            epilogue.cap,
+            epilogue.cap_reciprocal,
             BM=launch.block_m,
             BN=launch.block_n,
             BK=launch.block_k,
@@ -403,8 +380,8 @@ def forward(
             CHAIN=chain,
             TAIL=tail_map is not None,
             BIAS=bias is not None,
-            SOFTCAP="none" if problem.softcap is None else "quick" if 2.0**-20 <= cap <= 2.0**20 else "any",
-            TEMPERATURE=temperature,
+            SOFTCAP=epilogue.softcap,
+            TEMPERATURE=epilogue.temperature,
             LOGITS="none" if not want_logits else "pointers" if logits_map is None else "descriptors",
             ENTROPY=problem.entropy,
             num_warps=launch.warps,
