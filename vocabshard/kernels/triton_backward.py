@@ -68,6 +68,7 @@ def backward(
             chain,
             hidden.element_size(),
             problem.softcap is not None,
+            grad_bias is not None,
             grad_weight is not None,
             sm_count_of(hidden.device),
         )
@@ -181,7 +182,7 @@ def _make_dlogits(call: _Call, rows: slice, block: slice, out: Tensor | None, su
     if chain == "descriptors":
         hidden_map = _map(hidden, launch.block_m, launch.block_k)
         weight_map = _map(weight, launch.block_n, launch.block_k)
-        out_map = None if out is None else _map(out, launch.block_m, launch.block_n)
+        out_map = None if out is None else _map(out, launch.block_m, launch.block_n // 2)
 
     def of_rows(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[rows]
@@ -303,7 +304,7 @@ def _multiply(
         BM=config.block_m,
         BN=config.block_n,
         BK=config.block_k,
-        FLATTEN=config.flatten and not go_on,
+        FLATTEN=config.flatten and out_map is not None,
         MAPS=maps,
         A_ROWS_ARE_K=a_rows_are_k,
         KEEP=inspected is not None,

@@ -133,7 +133,8 @@ SCRATCH_BYTES = 248 << 20
 SCRATCH_ROWS = 65536  # fewer columns than these rows leave would make grad_hidden's chain a matter of memory traffic
 
 DLOGITS = {
-    "large": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, flatten=True),
+    "large": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=4, flatten=True),
+    "large, sums": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, flatten=True),
     "soft-cap": LaunchConfig(block_m=128, block_n=128, block_k=64, warps=4, stages=3, residents=2, flatten=True),
     "few": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2, flatten=True),
     "pointers": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2),
@@ -186,12 +187,13 @@ def column_step(N: int, columns: int, D: int, most: int, dlogits: LaunchConfig, 
 
 @lru_cache(maxsize=1024)
 def grad_launch(
-    N: int, columns: int, D: int, chain: str, item: int, softcap: bool, sums_weight: bool, sm_count: int
+    N: int, columns: int, D: int, chain: str, item: int, softcap: bool, bias: bool, sums_weight: bool, sm_count: int
 ) -> GradLaunch:
-    """For N rows and `columns` columns; item: bytes of an element; sums_weight: no buffer takes grad_weight in fp32."""
+    """For N rows and `columns` columns; item: bytes of an element; bias: its gradient is wanted; sums_weight: no buffer
+    takes grad_weight in fp32."""
     rows = min(N, SCRATCH_ROWS)
     maps = chain == "descriptors"
-    name = "few" if N <= 64 else "soft-cap" if softcap else "large"
+    name = "few" if N <= 64 else "soft-cap" if softcap else "large, sums" if bias else "large"
     dlogits = DLOGITS[name if maps else chain]
     a_column = rows * item + 4 * (-(-rows // dlogits.block_m) + 1) + (4 * D if sums_weight and rows < N else 0)
     most = max(SCRATCH_BYTES // a_column // 256, 1) * 256

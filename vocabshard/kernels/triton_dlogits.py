@@ -21,7 +21,7 @@ def log2_p(y, whole, rest):
 
 @triton.jit
 def from_log2(x, of_softmax, of_log, ENTROPY: tl.constexpr):
-    """p * (of_softmax - of_log * x), p = 2^x."""
+    """p * (of_softmax - of_log * x), x = log2 p."""
     p = tl.exp2(x)
     if ENTROPY:
         inner = fma(tl.broadcast_to(-of_log, x.shape), x, tl.broadcast_to(of_softmax, x.shape))
@@ -178,7 +178,10 @@ def dlogits_block(
         if STORE:
             value = dz.to(out.dtype.element_ty)
             if CHAIN == "descriptors":
-                out_map.store([m, n], value)
+                # half a tile at a time: more of the shared memory is the pipeline's
+                left, right = tl.split(value.reshape(BM, 2, BN // 2).trans(0, 2, 1))
+                out_map.store([m, n], left)
+                out_map.store([m, n + BN // 2], right)
             else:
                 at = out + rows.to(tl.int64)[:, None] * on + columns[None, :]
                 tl.store(at, value, mask=here[:, None] & (columns < width)[None, :])
