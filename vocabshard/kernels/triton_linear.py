@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vocabshard.contract import FMA_CHAIN, HOPPER_K16
-from vocabshard.kernels.problem import LocalProblem
+from vocabshard.kernels.problem import KeptLogits, LocalProblem
 from vocabshard.kernels.triton_config import LaunchConfig, launch_config, merge_block
 from vocabshard.kernels.triton_launch import chain_of, epilogue_of, launching_on, sm_count_of
 from vocabshard.kernels.triton_partials import add_to_partials, merge_runs, store_counters
@@ -308,13 +308,14 @@ def forward(
     problem: LocalProblem,
     *,
     want_logits: bool = False,
+    keep: KeptLogits | None = None,
     launch: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Records int64 [R, N] of this shard, and its fp32 logits [N, V_local] on request.
 
     hidden [N, D] and weight [V_local, D] of one dtype (fp32, bf16, fp16) and any strides; bias [V_local] or None;
-    target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]. `launch` is for tests: it
-    never changes bytes. Enqueues on the current stream of the tensors' device, without a synchronisation.
+    target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]. `keep` is None: nothing is
+    kept. `launch` is for tests: it never changes bytes. Enqueues on the current stream of the tensors' device, without a synchronisation.
     """
     N, D = hidden.shape
     V_local = weight.shape[0]
