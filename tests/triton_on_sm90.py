@@ -20,9 +20,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vocabshard.dist import triton_fold
-from vocabshard.kernels import triton_linear, triton_logits
-from vocabshard.kernels.problem import LocalProblem, RowGrads, SavedRows
-from vocabshard.kernels.triton_config import CONFIGS, with_runs
+from vocabshard.kernels import triton_backward, triton_linear, triton_logits
+from vocabshard.kernels.problem import LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.triton_config import CONFIGS, grad_launch, with_runs
 
 
 class Hopper:
@@ -77,6 +77,16 @@ def logits() -> None:
     triton_logits.logits_backward(x, target_ids, rows, problem, saved, grads, x)
 
 
+def backward() -> None:
+    N, D, V = 4096, 2048, 64
+    hidden, weight = torch.zeros(N, D, dtype=torch.bfloat16), torch.zeros(V, D, dtype=torch.bfloat16)
+    target_ids, rows = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
+    saved, grads = SavedRows(target_ids.int(), rows, None), RowGrads(rows, rows, None)
+    launch = grad_launch(N, 131072, D, "descriptors", 2, False, False, True, 132)
+    problem, needs = LocalProblem(0, V, None, False), Needs(True, True, False)
+    triton_backward.backward(hidden, weight, None, target_ids, None, problem, saved, grads, needs, launch=launch)
+
+
 EVERYTHING = {"entropy": True, "bias": True, "temperature": "rows"}
 CASES = {
     "large": lambda: linear("large"),
@@ -88,6 +98,7 @@ CASES = {
     "few": lambda: linear("few"),
     "fma": lambda: linear("fma", torch.float32),
     "logits": logits,
+    "backward": backward,
     "fold": fold,
 }
 
@@ -102,6 +113,7 @@ def main() -> None:
     driver.set_active(Hopper())
     JITFunction.run = warm
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    triton_backward.sm_count_of = lambda device: 132
     found = {}
     for case in sys.argv[1:] or CASES:
         kernels.clear()

@@ -314,8 +314,9 @@ def forward(
     """Records int64 [R, N] of this shard, and its fp32 logits [N, V_local] on request.
 
     hidden [N, D] and weight [V_local, D] of one dtype (fp32, bf16, fp16) and any strides; bias [V_local] or None;
-    target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]. `keep` is None: nothing is
-    kept. `launch` is for tests: it never changes bytes. Enqueues on the current stream of the tensors' device, without a synchronisation.
+    target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]; `keep` None: nothing is
+    kept. `launch` is for tests: it never changes bytes. Enqueues on the current stream of the tensors' device, without
+    a synchronisation.
     """
     N, D = hidden.shape
     V_local = weight.shape[0]
