@@ -225,7 +225,7 @@ def test_scratch_is_bounded_and_blocks_fit() -> None:
         for d in (1, 2048, 16384):
             for columns in (1, 50257, 151936, 2**20):
                 for chain, item in (("descriptors", 2), ("pointers", 2), ("fma", 4)):
-                    launch = grad_launch(n, columns, d, chain, item, False, True, True, 132)
+                    launch = grad_launch(n, columns, d, chain, item, False, True, 132)
                     rows, width = min(n, launch.rows), min(columns, launch.columns)
                     sums = 4 * width * (-(-rows // launch.dlogits.block_m) + 1)
                     weight_sum = 4 * width * d if rows < n else 0
@@ -235,6 +235,6 @@ def test_scratch_is_bounded_and_blocks_fit() -> None:
                     assert (launch.of_hidden is STRIDED) == (chain != "descriptors")
     assert SCRATCH_BYTES < 256 << 20
     # many rows take large tiles, few rows of hidden's gradient small ones, so that no SM idles
-    launch = grad_launch(4096, 131072, 2048, "descriptors", 2, False, False, True, 132)
+    launch = grad_launch(4096, 131072, 2048, "descriptors", 2, False, False, 132)
     assert launch.of_hidden is PRODUCTS["large"][0] and launch.of_weight is PRODUCTS["large"][0]
-    assert grad_launch(64, 131072, 2048, "descriptors", 2, False, False, True, 132).of_hidden is PRODUCTS["small"][0]
+    assert grad_launch(64, 131072, 2048, "descriptors", 2, False, False, 132).of_hidden is PRODUCTS["small"][0]

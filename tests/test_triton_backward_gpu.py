@@ -195,8 +195,9 @@ def test_every_configuration_and_block_gives_the_same_bytes(dtype: torch.dtype) 
         assert_same_bytes(got[1], want[1], "weight, pointers")
 
 
-def test_shards_go_on_and_own_their_slices() -> None:
-    case = Case(257, 256, 4000, bias=0.0, entropy=True)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_shards_go_on_and_own_their_slices(dtype: torch.dtype) -> None:
+    case = Case(257, 256, 4000, dtype, bias=0.0, entropy=True)
     saved = case.saved
     want = case.run(saved=saved)
     for bounds in ([0, 2000, 4000], [0, 16, 1008, 1040, 4000], [0, 0, 1000, 2000, 3008, 4000]):
@@ -227,14 +228,16 @@ def test_main_grad_and_accumulation() -> None:
     for d in (slice(0, 512), slice(0, 509)):
         part = Case(300, 512, 3000)
         part.hidden, part.weight = part.hidden[:, d], part.weight[:, d]
-        want = part.run()[1]
+        want, same = part.run()[1], None
         for rows in (300, 64):
             main = torch.full((3000, want.shape[1]), 2.0, device="cuda")
-            launch = grad_launch(300, 3000, want.shape[1], "descriptors", 2, False, False, False, 132)
+            launch = grad_launch(300, 3000, want.shape[1], "descriptors", 2, False, False, 132)
             launch = replace(launch, rows=rows) if d.stop == 512 else None
             none = part.run(GradPlan(main_grad=main), launch=launch)[1]
             assert none is None
             torch.testing.assert_close(main - 2, want.float(), rtol=1e-2, atol=1e-3)
+            same = main if rows == 300 else same
+            assert_same_bytes(main, same, "the sum over rows is made first")
 
 
 def test_many_rows() -> None:

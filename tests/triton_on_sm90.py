@@ -82,7 +82,7 @@ def backward() -> None:
     hidden, weight = torch.zeros(N, D, dtype=torch.bfloat16), torch.zeros(V, D, dtype=torch.bfloat16)
     target_ids, rows = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
     saved, grads = SavedRows(target_ids.int(), rows, None), RowGrads(rows, rows, None)
-    launch = grad_launch(N, 131072, D, "descriptors", 2, False, False, True, 132)
+    launch = grad_launch(N, 131072, D, "descriptors", 2, False, False, 132)
     problem, needs = LocalProblem(0, V, None, False), Needs(True, True, False)
     triton_backward.backward(hidden, weight, None, target_ids, None, problem, saved, grads, needs, launch=launch)
 

@@ -69,7 +69,6 @@ def backward(
             hidden.element_size(),
             problem.softcap is not None,
             grad_bias is not None,
-            grad_weight is not None,
             sm_count_of(hidden.device),
         )
     rows_step, columns_step = min(launch.rows, N), min(launch.columns, columns)
@@ -78,7 +77,8 @@ def backward(
     # rows that start at 16 bytes, for the copy engine
     buffer = new(rows_step, -(-columns_step // 8) * 8) if needs.hidden or needs.weight else None
     to_weight = how.main_grad if grad_weight is None else grad_weight
-    weight_sum = new(columns_step, D, dtype=torch.float32) if grad_weight is not None and rows_step < N else None
+    # grad_weight's chains over several steps of rows; they are finished before they are rounded or added
+    weight_sum = new(columns_step, D, dtype=torch.float32) if needs.weight and rows_step < N else None
     parts = triton.cdiv(rows_step, launch.dlogits.block_m)
     sums = None if grad_bias is None else new(parts, columns_step, dtype=torch.float32)
     bias_sum = None if grad_bias is None else new(columns_step, dtype=torch.float32)
@@ -100,10 +100,14 @@ def backward(
                         how.hidden_ready(grad_hidden)
                 if to_weight is not None and inspected is not None:
                     to = to_weight[block] if weight_sum is None else weight_sum[: block.stop - first]
-                    go_on = weight_sum is not None and row > 0
-                    _add_to_weight(call, dlogits, rows, inspected, to, go_on, how.main_grad is not None)
-            if grad_weight is not None and weight_sum is not None:
-                grad_weight[block] = weight_sum[: block.stop - first]
+                    add = weight_sum is None and how.main_grad is not None
+                    _add_to_weight(call, dlogits, rows, inspected, to, go_on=row > 0, add=add)
+            if to_weight is not None and weight_sum is not None:
+                finished = weight_sum[: block.stop - first]
+                if how.main_grad is None:
+                    to_weight[block] = finished
+                else:
+                    to_weight[block] += finished
             if grad_bias is not None and bias_sum is not None:
                 grad_bias[block] = bias_sum[: block.stop - first]
     return grad_hidden, grad_weight, grad_bias
@@ -249,7 +253,7 @@ def _add_to_hidden(call: _Call, dlogits: Tensor, block: slice, out: Tensor) -> N
 
 
 def _add_to_weight(
-    call: _Call, dlogits: Tensor, rows: slice, inspected: _Inspected, out: Tensor, go_on: bool, add: bool
+    call: _Call, dlogits: Tensor, rows: slice, inspected: _Inspected, out: Tensor, *, go_on: bool, add: bool
 ) -> None:
     """out [block, D] = dlogits^T @ hidden[rows], or added to it; rows without a gradient may hold anything."""
     hidden, config = call.hidden[rows], call.launch.of_weight

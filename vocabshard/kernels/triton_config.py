@@ -187,15 +187,14 @@ def column_step(N: int, columns: int, D: int, most: int, dlogits: LaunchConfig, 
 
 @lru_cache(maxsize=1024)
 def grad_launch(
-    N: int, columns: int, D: int, chain: str, item: int, softcap: bool, bias: bool, sums_weight: bool, sm_count: int
+    N: int, columns: int, D: int, chain: str, item: int, softcap: bool, bias: bool, sm_count: int
 ) -> GradLaunch:
-    """For N rows and `columns` columns; item: bytes of an element; bias: its gradient is wanted; sums_weight: no buffer
-    takes grad_weight in fp32."""
+    """For N rows and `columns` columns; item: bytes of an element; bias: its gradient is wanted."""
     rows = min(N, SCRATCH_ROWS)
     maps = chain == "descriptors"
     name = "few" if N <= 64 else "soft-cap" if softcap else "large, sums" if bias else "large"
     dlogits = DLOGITS[name if maps else chain]
-    a_column = rows * item + 4 * (-(-rows // dlogits.block_m) + 1) + (4 * D if sums_weight and rows < N else 0)
+    a_column = rows * item + 4 * (-(-rows // dlogits.block_m) + 1) + (4 * D if rows < N else 0)
     most = max(SCRATCH_BYTES // a_column // 256, 1) * 256
     step = column_step(rows, columns, D, most, dlogits, maps, sm_count)
     of_hidden = product_launch(rows, D, maps, sm_count)
