@@ -100,11 +100,20 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("second", metavar="B")
     compare.add_argument("--plot", metavar="FILE.png", help="a picture of the ratios of probabilities")
     compare.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+    commands.add_parser(
+        "doctor",
+        help="what is built, which backend serves what, and whether this machine gives the contract's bytes",
+        description="Exit code 0: the contract holds on this machine; 1: it does not.",
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 1 (`compare`: different) or 2 (bad input, one line on stderr)."""
+    """Runs the command and returns its exit code: 0, 1 (`compare`: different, `doctor`: broken) or 2 (bad input).
+
+    Bad input is one line on stderr.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = build_parser().parse_args(arguments)
@@ -112,6 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from vocabshard.command.score import score
 
             return score(args, arguments)
+        if args.command == "doctor":
+            from vocabshard.command.doctor import doctor
+
+            return doctor()
         from vocabshard.command.compare import compare
 
         return compare(args)
