@@ -43,6 +43,11 @@ def tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         raise ValueError(f"{name} has no storage (a fake, freed or symbolic-zero tensor); materialise it first")
 
 
+def autocasting(device_type: str) -> bool:
+    """Whether torch.autocast is on for tensors there."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def _address(value: Tensor) -> int:
     if type(value).__name__ == "FakeTensor":  # stands for a tensor; its address is an error to ask for
         return 0

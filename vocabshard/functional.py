@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocabshard import checks
+from vocabshard import checks, compiled
 from vocabshard import strict as strict_mode
 from vocabshard.autograd import LinearLogp, LogitsLogp
 from vocabshard.contract import Provenance
@@ -96,10 +96,25 @@ def linear_logp(
     padding, launch and grad_options, sequence parallel or not (csrc/contract.h). Gradients are the same bytes from run
     to run.
 
+    Under torch.compile the call is one node of the graph, forward and backward; with main_grad, kept logits,
+    DTensors or a LogprobContract it runs outside of the graph. A LogpOutput from a node has no provenance.
+
     Raises:
         ValueError, TypeError: bad shapes, dtypes, devices, values. ContractError: strict or contract not honoured.
         NotImplementedError: an option that this version does not have.
     """
+    if torch.compiler.is_compiling():
+        apart: dict[str, Any] = dict(tp_group=tp_group, shard=shard, temperature=temperature, return_lse=return_lse,
+                     return_entropy=return_entropy, return_logits=return_logits, grad_options=grad_options)  # fmt: skip
+        options: dict[str, Any] = dict(
+            vocab_start_index=vocab_start_index, global_vocab_size=global_vocab_size, real_vocab_size=real_vocab_size,
+            softcap=softcap, ignore_index=ignore_index, invalid=invalid, validate=validate,
+            sequence_parallel=sequence_parallel, backend=backend, strict=strict, contract=contract,
+        )  # fmt: skip
+        if sampling is None and cut is None and compiled.one_node(weight, bias, contract, grad_options):
+            return compiled.linear_logp(hidden, weight, target_ids, bias, **apart, **options)
+        apart |= {"sampling": sampling, "cut": cut}
+        return _outside_the_graph(hidden, weight, target_ids, bias, **apart, **options)
     request = Request(
         tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
         invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
@@ -131,6 +146,11 @@ def linear_logp(
         logits.view(*shape, weight.shape[0]) if return_logits else None,
         provenance=plan.provenance(weight.device),
     )
+
+
+@torch.compiler.disable
+def _outside_the_graph(*operands: Any, **options: Any) -> Tensor | LogpOutput:
+    return linear_logp(*operands, **options)
 
 
 def vocab_parallel_logp(
@@ -255,7 +275,7 @@ def _localise(
     request: Request, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Request, Tensor, Tensor, Tensor | None]:
     """Autocast's casts, and the local part of a DTensor, both seen by autograd."""
-    if isinstance(hidden, Tensor) and isinstance(weight, Tensor) and _autocasting(weight.device.type):
+    if isinstance(hidden, Tensor) and isinstance(weight, Tensor) and checks.autocasting(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
         if hidden.dtype in checks.FLOAT_DTYPES and weight.dtype in checks.FLOAT_DTYPES:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -274,10 +294,6 @@ def _localise(
 def _plain(tensor: Tensor) -> Tensor:
     """Without torch's lazy negation, which the memory does not show."""
     return tensor.resolve_neg() if isinstance(tensor, Tensor) and tensor.is_neg() else tensor
-
-
-def _autocasting(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _apply_logits(logits: Tensor, plan: Plan, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from vocabshard.dist.gather import gather_objects, rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_numbers = itertools.count(1)
+_labelled: weakref.WeakValueDictionary[str, VocabShard] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +43,7 @@ class VocabShard:
     ranges: tuple[tuple[int, int], ...] = field(init=False)
     rank: int = field(init=False)
     world_size: int = field(init=False)
+    label: str = field(init=False, repr=False)  # names it among the shards of this process
     _seen: list[bool] = field(init=False, repr=False)  # whether the first use has been agreed
 
     def __post_init__(self) -> None:
@@ -57,6 +63,8 @@ class VocabShard:
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "world_size", world_size)
         object.__setattr__(self, "_seen", [False])
+        object.__setattr__(self, "label", f"shard {next(_numbers)}")
+        _labelled[self.label] = self
 
     def _check_own(self) -> None:
         for name in ("start", "stop", "real_vocab_size", "padded_vocab_size"):
@@ -160,6 +168,16 @@ class VocabShard:
                 "or no tp_group"
             )
         self._seen[0] = True
+
+
+def labelled_shard(label: str) -> VocabShard:
+    """The shard of that label; compiled graphs, which hold texts alone, find it by this."""
+    shard = _labelled.get(label)
+    if shard is None:
+        raise ValueError(
+            f"{label} that a compiled graph was made with is gone; keep the VocabShard as long as the graph"
+        )
+    return shard
 
 
 def _dtensor_group(weight: Tensor) -> Any:

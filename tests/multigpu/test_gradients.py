@@ -235,6 +235,27 @@ def test_composes_with_checkpointing_accumulation_and_retained_graphs(ranks: Ran
         assert_same_bytes(leaf.grad, g + g, "twice from a graph that was kept")
 
 
+@pytest.mark.parametrize("by_shard", [False, True], ids=["group", "shard"])
+def test_compiled_over_a_group(ranks: Ranks, by_shard: bool) -> None:
+    case = problem(ranks.device)
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    options = (
+        {"shard": shard} if by_shard else {"tp_group": dist.group.WORLD, "global_vocab_size": V, "real_vocab_size": V}
+    )
+    want = gradients(case, rows=rows, **options)
+    hidden, weight, bias, target, upstream = case
+    leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        out = vs.linear_logp(h, w, target, b, return_lse=True, return_entropy=True, **options)
+        return (torch.stack(out[:3]) * upstream).sum()
+
+    loss(*leaves).backward()
+    for leaf, g in zip(leaves, want[1:], strict=True):
+        assert_same_bytes(leaf.grad, g, "one node of a graph, on every rank")
+
+
 class Head(torch.nn.Module):
     """A head that is called through its module, as FSDP wants it."""
 
