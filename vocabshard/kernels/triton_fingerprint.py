@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, WORDS, WARPS = 8, 512, 8  # of 8 bytes; 16 words a thread and step
+ROWS, WORDS, WARPS = 4, 512, 8  # of 8 bytes; 8 words a thread and step
 PROGRAMS = 2048  # at most: a few waves of any GPU
 
 
