@@ -2,10 +2,13 @@
 
     python benchmarks/linear_logp.py --configs "4096,4096,151936;64,4096,151936" --json out/l.json --png out/l.png
     python benchmarks/linear_logp.py --backends auto,triton --peers torch,compile,liger,quack,cce,verl
+    python benchmarks/linear_logp.py --configs 4096,2048,131072 --kept 0,0.25,0.5,0.75,1 --memory-png out/memory.png
 
 A config is N,D,V. Times are medians over shuffled, interleaved rounds; ratios are medians of the ratios within a round:
 the forward to the product z = hidden @ weight.T alone (2 N D V operations, its output written), forward + backward to
-the four products z, z, dH, dW that it takes when nothing of size N * V is kept. Memory is the allocator's peak beyond
+the four products z, z, dH, dW that it takes when nothing of size N * V is kept; ours with everything kept (--kept 1) to
+three, z, dH, dW; ours with a frozen weight to z, z, dH. --kept is the share of the rows whose logits a budget lets the
+forward keep. Memory is the allocator's peak beyond
 the inputs, gradients included. All get the same inputs and one upstream gradient a row that bf16 holds exactly; who
 takes none (QuACK's loss is a scalar) gets all ones. The error is the largest of |logp - fp64's| over some rows. A
 backend or peer that is asked for and is not there is an error. It runs on the GPU if there is one.
@@ -32,6 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import vocabshard as vs
+from vocabshard import kernels
 
 CONFIGS = "4096,2048,131072;4096,4096,151936;4096,4096,37984;1024,2048,131072;64,4096,151936;1,4096,151936"
 BACKENDS = ("auto", "sm90", "triton", "cpu", "torch")
@@ -40,31 +44,47 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 FORWARD, BOTH = "forward", "forward + backward"
+FOUR, KEPT, FROZEN = "z z dH dW", "z dH dW", "z z dH"  # products of a forward + backward
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """logp(hidden, weight, target) -> [N] log-probs, or their sum where `scalar`."""
+    """logp(hidden, weight, target) -> [N] log-probs, or their sum where `scalar`, or several results of [N]."""
 
     name: str
-    logp: Callable[[Tensor, Tensor, Tensor], Tensor]
+    logp: Callable[[Tensor, Tensor, Tensor], Any]
     package: str
     scalar: bool = False
+    floor: str = FOUR  # products that its forward + backward is held against
 
 
-def ours(backend: str, dtype: torch.dtype) -> Candidate:
+def ours(backend: str, dtype: torch.dtype, kept: float = 0.0, variant: str = "") -> Candidate:
     if backend not in BACKENDS:
         raise SystemExit(f"--backends takes {', '.join(BACKENDS)}; got {backend!r}")
 
-    def logp(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return vs.linear_logp(hidden, weight, target, backend=backend, validate=False)
+    def logp(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+        budget = 0
+        if kept:
+            module = kernels.module(kernels.select_backend(backend, weight.device, weight.dtype).backend)
+            size = module.kept_bytes_per_row(len(weight), weight.dtype)
+            if not size:
+                raise NotImplementedError(f"backend {backend} keeps no logits")
+            budget = round(kept * len(hidden)) * size
+        options = vs.GradOptions(save_logits_budget=budget)
+        if variant == "entropy":
+            return vs.linear_logp(
+                hidden, weight, target, backend=backend, validate=False, grad_options=options, return_entropy=True
+            )[0:3:2]
+        return vs.linear_logp(hidden, weight, target, backend=backend, validate=False, grad_options=options)
 
     few = torch.zeros(1, 8, device=DEVICE, dtype=dtype)
     try:
         logp(few, few, torch.zeros(1, dtype=torch.int64, device=DEVICE))
     except ValueError as error:
         raise SystemExit(f"--backends asks for {backend}: {error}") from error
-    return Candidate(f"vocabshard {backend}", logp, "vocabshard")
+    name = f"vocabshard {backend}" + (f", {kept:.0%} kept" if kept else "") + (f", {variant}" if variant else "")
+    floor = FROZEN if variant == "frozen" else KEPT if kept == 1 else FOUR
+    return Candidate(name, logp, "vocabshard", floor=floor)
 
 
 def _picked(logps: Tensor, target: Tensor) -> Tensor:
@@ -133,33 +153,41 @@ def forward(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
 
 
 def both(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
-    hidden, weight = x.hidden.detach().requires_grad_(), x.weight.detach().requires_grad_()
+    hidden, weight = x.hidden.detach().requires_grad_(), x.weight.detach()
+    leaves = [hidden] if candidate.floor == FROZEN else [hidden, weight.requires_grad_()]
 
     def call() -> Any:
-        logp = candidate.logp(hidden, weight, x.target)
-        upstream = torch.ones_like(logp) if candidate.scalar else x.upstream.to(logp.dtype)
-        return torch.autograd.grad(logp, (hidden, weight), upstream)
+        results = candidate.logp(hidden, weight, x.target)
+        results = [results] if isinstance(results, Tensor) else list(results)
+        upstream = [torch.ones_like(r) if candidate.scalar else x.upstream.to(r.dtype) for r in results]
+        return torch.autograd.grad(results, leaves, upstream)
 
     return call
 
 
-def products(x: Inputs) -> dict[str, Callable[[], Any]]:
-    """The library's matrix products alone: what the times are held against."""
+def products(x: Inputs) -> Callable[[str], Callable[[], Any]]:
+    """The library's matrix products alone, named in order: what the times are held against."""
     n, v = len(x.hidden), len(x.weight)
     z = torch.empty(n, v, dtype=x.hidden.dtype, device=DEVICE)
     grad_hidden, grad_weight = torch.empty_like(x.hidden), torch.empty_like(x.weight)
 
-    def one() -> None:
-        torch.mm(x.hidden, x.weight.t(), out=z)
+    each: dict[str, Callable[[], Any]] = {
+        "z": lambda: torch.mm(x.hidden, x.weight.t(), out=z),
+        "dH": lambda: torch.mm(z, x.weight, out=grad_hidden),
+        "dW": lambda: torch.mm(z.t(), x.hidden, out=grad_weight),
+    }
+    each["z"]()
 
-    def four() -> None:
-        one()
-        one()
-        torch.mm(z, x.weight, out=grad_hidden)
-        torch.mm(z.t(), x.hidden, out=grad_weight)
+    def run(names: str) -> Callable[[], Any]:
+        calls = [each[name] for name in names.split()]
 
-    one()
-    return {FORWARD: one, BOTH: four}
+        def call() -> None:
+            for product in calls:
+                product()
+
+        return call
+
+    return run
 
 
 def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -213,7 +241,9 @@ def largest_error(candidate: Candidate, x: Inputs, rows: Tensor, exact: Tensor) 
         if candidate.scalar:  # of the sum, a row
             got = candidate.logp(x.hidden[rows], x.weight, x.target[rows]).double()
             return float((got - exact.sum()).abs()) / len(rows)
-        return float((candidate.logp(x.hidden, x.weight, x.target).double()[rows] - exact).abs().max())
+        logp = candidate.logp(x.hidden, x.weight, x.target)
+        logp = logp if isinstance(logp, Tensor) else logp[0]
+        return float((logp.double()[rows] - exact).abs().max())
 
 
 def measure(candidates: list[Candidate], x: Inputs, rounds: int) -> dict[str, dict[str, Any]]:
@@ -229,13 +259,20 @@ def measure(candidates: list[Candidate], x: Inputs, rounds: int) -> dict[str, di
                 calls[c.name] = call
             except (NotImplementedError, RuntimeError, AssertionError, torch.OutOfMemoryError) as error:
                 entry[f"{what} failed"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
-        floor = products(x)[what]
-        times = milliseconds({"product": floor, **calls}, rounds)
-        report.setdefault("product", {})[f"{what} ms"] = statistics.median(times["product"])
+        floor_of = {c.name: c.floor if what == BOTH else "z" for c in candidates}
+        run = products(x)
+        floors = {floor: run(floor) for floor in sorted({FOUR if what == BOTH else "z", *floor_of.values()})}
+        times = milliseconds({**floors, **calls}, rounds)
+        product = report.setdefault("product", {})
+        product[f"{what} ms"] = statistics.median(times[FOUR if what == BOTH else "z"])
+        for floor in floors:
+            product[f"{floor} ms"] = statistics.median(times[floor])
         for name in calls:
             report[name][f"{what} ms"] = statistics.median(times[name])
-            pairs = zip(times[name], times["product"], strict=True)
+            pairs = zip(times[name], times[floor_of[name]], strict=True)
             report[name][f"{what} ratio"] = statistics.median(a / b for a, b in pairs)
+            if what == BOTH:
+                report[name]["floor"] = floor_of[name]
         if GPU:
             torch.cuda.empty_cache()
     n = len(x.hidden)
@@ -298,17 +335,52 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def draw_memory(report: dict[str, Any], path: Path) -> None:
+    """Time of forward + backward against its memory: ours over the range of budgets, each peer a point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    configs = report["configs"]
+    figure, axes = pyplot.subplots(1, len(configs), figsize=(7 * len(configs), 5), squeeze=False)
+    for axis, (config, entry) in zip(axes[0], configs.items(), strict=True):
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for name, values in entry.items():
+            if f"{BOTH} MB" in values and f"{BOTH} ms" in values and not name.endswith(("frozen", "entropy")):
+                curve = name.split(",")[0] if name.startswith("vocabshard") else name
+                curves.setdefault(curve, []).append((values[f"{BOTH} MB"] or 0.0, values[f"{BOTH} ms"]))
+        for name, points in curves.items():
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+        for floor in (FOUR, KEPT):
+            if f"{floor} ms" in entry["product"]:
+                axis.axhline(entry["product"][f"{floor} ms"], color="black", linewidth=0.8, linestyle=":")
+                axis.annotate(floor, (0, entry["product"][f"{floor} ms"]), fontsize=8)
+        axis.set_title(config)
+        axis.set_xlabel("peak MB beyond the inputs, gradients included")
+        axis.set_ylabel("forward + backward, ms")
+        axis.legend(fontsize=8)
+    environment = report["environment"]
+    figure.suptitle(
+        f"linear_logp over the budget of kept logits, {environment['dtype']['hidden']}, {environment['device']}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
 def line(name: str, entry: dict[str, Any]) -> str:
     cells = []
     for what, short in ((FORWARD, "fwd"), (BOTH, "f+b")):
         if f"{what} ms" in entry:
             ratio = f" {entry[f'{what} ratio']:.3f}x" if f"{what} ratio" in entry else ""
+            if what == BOTH and entry.get("floor", FOUR) != FOUR:
+                ratio += f" of {entry['floor']}"
             memory = entry.get(f"{what} MB")
             cells.append(f"{short} {entry[f'{what} ms']:.3f} ms{ratio}" + (f" {memory:.0f} MB" if memory else ""))
         elif f"{what} failed" in entry:
             cells.append(f"{short} {entry[f'{what} failed'].splitlines()[0][:70]}")
     error = f"error {entry['error']:.1e}" if "error" in entry else ""
-    return f"  {name:26} " + "  ".join([*cells, error])
+    return f"  {name:30} " + "  ".join([*cells, error])
 
 
 def main() -> None:
@@ -316,12 +388,22 @@ def main() -> None:
     parser.add_argument("--configs", default=CONFIGS, help="N,D,V;N,D,V;...")
     parser.add_argument("--backends", default="auto", help=f"ours, from {','.join(BACKENDS)}")
     parser.add_argument("--peers", default="torch", help=f"from {','.join(PEERS)}")
+    parser.add_argument("--kept", default="", help="shares of the rows to keep logits of, such as 0.5,1")
+    parser.add_argument("--variants", default="", help="of ours: frozen (weight), entropy (its gradient too)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
+    parser.add_argument("--memory-png", type=Path, help="time against memory, with the budgets of --kept")
     args = parser.parse_args()
-    candidates = [ours(backend, DTYPES[args.dtype]) for backend in filter(None, args.backends.split(","))]
+    shares = sorted({0.0, *map(float, filter(None, args.kept.split(",")))})
+    variants = list(filter(None, args.variants.split(",")))
+    if unknown := set(variants) - {"frozen", "entropy"}:
+        raise SystemExit(f"--variants takes frozen, entropy; got {', '.join(sorted(unknown))}")
+    candidates = []
+    for backend in filter(None, args.backends.split(",")):
+        candidates += [ours(backend, DTYPES[args.dtype], kept) for kept in shares]
+        candidates += [ours(backend, DTYPES[args.dtype], variant=variant) for variant in variants]
     for name in filter(None, args.peers.split(",")):
         try:
             candidates += peer(name)
@@ -336,12 +418,14 @@ def main() -> None:
         for name, values in entry.items():
             print(line(name, values), flush=True)
         del x
-    for path in filter(None, (args.json, args.png)):
+    for path in filter(None, (args.json, args.png, args.memory_png)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.png:
         draw(report, args.png)
+    if args.memory_png:
+        draw_memory(report, args.memory_png)
 
 
 if __name__ == "__main__":

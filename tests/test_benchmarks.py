@@ -36,6 +36,21 @@ def test_report(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_budgets_and_variants(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, png = tmp_path / "kept.json", tmp_path / "memory.png"
+    arguments = ["--configs", "9,16,100", "--rounds", 3, "--dtype", "fp32", "--kept", "0,0.5,1"]
+    done = run(*arguments, "--variants", "frozen,entropy", "--json", out, "--memory-png", png)
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(out.read_text())["configs"].values()
+    floors = {name: values["floor"] for name, values in entry.items() if "floor" in values}
+    assert floors["vocabshard auto"] == floors["vocabshard auto, 50% kept"] == "z z dH dW"
+    assert floors["vocabshard auto, 100% kept"] == "z dH dW" and floors["vocabshard auto, frozen"] == "z z dH"
+    assert entry["vocabshard auto, entropy"]["forward + backward ratio"] > 0
+    assert {"z ms", "z z dH dW ms", "z dH dW ms", "z z dH ms"} <= set(entry["product"])
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
 def test_what_is_asked_for_and_missing_is_an_error() -> None:
     for arguments in (["--peers", "nobody"], ["--backends", "nothing"]):
         done = run("--configs", "1,8,16", *arguments)
