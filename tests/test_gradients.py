@@ -260,6 +260,14 @@ def test_weight_gradient_of_a_shard_is_the_slice_and_of_many_rows_stays_accurate
     no_worse(ours(*args), plain(*args, torch.float32), plain(*args, torch.float64))
 
 
+def test_weight_gradient_of_65536_rows() -> None:
+    hidden, weight, bias, target = problem(65536, 8, 48)
+    g = torch.randn(65536, generator=torch.Generator().manual_seed(5))
+    zero = torch.zeros(65536)
+    args = (hidden, weight, bias, target, (g, zero, zero))
+    no_worse(ours(*args), plain(*args, torch.float32), plain(*args, torch.float64))
+
+
 def test_a_row_of_grad_hidden_does_not_depend_on_the_batch() -> None:
     hidden, weight, bias, target = problem(65, 24, 500)
     gs = upstream(65)

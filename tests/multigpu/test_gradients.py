@@ -116,6 +116,71 @@ def test_options_rank_by_rank(ranks: Ranks, name: str, dtype: torch.dtype) -> No
     assert_same_bytes(again[1], got[1], "run to run")
 
 
+@pytest.mark.parametrize("reduce", ["sum", "ordered"])
+def test_half_precision_is_summed_in_fp32_and_rounded_once(ranks: Ranks, reduce: str) -> None:
+    if ranks.device.type != "cpu":
+        pytest.skip("there dlogits are rounded before the products")
+    low = problem(ranks.device, dtype=torch.bfloat16)
+    high = (low[0].float(), low[1].float(), *low[2:])
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    options = vs.GradOptions(reduce=reduce)
+    got, want = (gradients(case, options, rows, shard=shard) for case in (low, high))
+    assert_same_bytes(got[1], want[1].bfloat16(), "grad_hidden")
+    assert_same_bytes(got[2], want[2].bfloat16(), "grad_weight")
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e5])
+def test_offsets_lose_no_digits(ranks: Ranks, offset: float) -> None:
+    hidden, weight, bias, target, upstream = problem(ranks.device)
+    case = (hidden, weight, bias + offset, target, upstream)
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    got = gradients(case, rows=rows, shard=shard)
+    z = vs.linear_logp(hidden, weight, target, case[2], return_logits=True).logits.double().requires_grad_()
+    logps = torch.log_softmax(z, -1)  # of the logits that were computed, whose own rounding is the offset's
+    scored = target != -100
+    logp = torch.where(scored, logps.gather(1, target.clamp(min=0)[:, None])[:, 0], 0.0)
+    entropy = -(logps.exp() * logps).sum(-1)
+    torch.autograd.backward([logp, torch.logsumexp(z, -1), entropy], list(upstream.double()))
+    for g, want in ((got[1], z.grad @ weight.double()), (got[2], (z.grad.T @ hidden.double())[rows])):
+        assert (g.double() - want).norm() < 2e-6 * want.norm() + 1e-12
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_graph_of_forward_and_backward(ranks: Ranks, sequence_parallel: bool) -> None:
+    """A CUDA graph with the group's collectives in it, replayed on other values."""
+    if ranks.backend != "nccl":
+        pytest.skip("gloo's collectives cannot be captured")
+    if sequence_parallel and N % ranks.world_size:
+        pytest.skip(f"{N} rows in {ranks.world_size} parts")
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+
+    def run(case: tuple[Tensor, ...]) -> list[Tensor]:
+        hidden, weight, bias, target, upstream = case
+        hidden = hidden.chunk(ranks.world_size)[ranks.rank] if sequence_parallel else hidden
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
+        out = vs.linear_logp(leaves[0], leaves[1], target, leaves[2], shard=shard, return_lse=True, return_entropy=True,
+                             sequence_parallel=sequence_parallel, validate=False)  # fmt: skip
+        return [*(x.detach() for x in out[:3]), *torch.autograd.grad(list(out[:3]), leaves, list(upstream))]
+
+    case = problem(ranks.device, dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run(case)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(case)
+    for seed in (1, 2):
+        other = problem(ranks.device, seed, torch.bfloat16)
+        for to, value in zip(case, other, strict=True):
+            to.copy_(value)
+        graph.replay()
+        for a, b in zip(captured, run(other), strict=True):
+            assert_same_bytes(a, b, f"replay on seed {seed}")
+
+
 @pytest.mark.parametrize("layout", ["even", "uneven", "empty last"])
 def test_ordered_grad_hidden_is_the_single_ranks(ranks: Ranks, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist_grad, "CHUNK_ROWS", 10)  # 7 chunks
