@@ -34,6 +34,7 @@ class LinearLogp(torch.autograd.Function):
         inv_temperature: float | Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Local kernel, gather, fold; keeps what the backward needs."""
         x = LinearOperands(hidden, weight, bias, target_ids, inv_temperature)
         rows, logits, kept = linear_forward(call, x)
         ctx.call = call
@@ -48,6 +49,7 @@ class LinearLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden (summed over the group), weight and bias."""
         _no_double_backward()
         hidden, weight, bias, target_ids, per_row, lse2_int, lse2_frac, entropy, *kept = ctx.saved_tensors
         inv_temperature = ctx.inv_temperature if per_row is None else per_row
@@ -74,6 +76,7 @@ class LogitsLogp(torch.autograd.Function):
         rows: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Local kernel, gather, fold; keeps what the backward needs."""
         records = call.kernel.logits_forward(logits, target_ids, inv_temperature, call.problem, rows)
         folded = call.fold_records(records, target_ids)
         ctx.call = call
@@ -96,6 +99,7 @@ class LogitsLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradient of this rank's logits."""
         _no_double_backward()
         call: Call = ctx.call
         logits, target_ids, per_row, rows, lse2_int, lse2_frac, entropy = ctx.saved_tensors

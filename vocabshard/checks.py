@@ -164,6 +164,7 @@ def _targets_match_parts(target_ids: Tensor, hidden: Tensor, row_shards: int) ->
 
 
 def scalar_options(softcap: float | None, ignore_index: int, invalid: str, validate: bool | None) -> None:
+    """The options of a call that are numbers or names."""
     if softcap is not None and not (
         isinstance(softcap, (int, float))
         and not isinstance(softcap, bool)

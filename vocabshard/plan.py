@@ -66,11 +66,13 @@ class Operands(NamedTuple):
 
     @property
     def differentiable(self) -> bool:
+        """Whether a gradient may be asked for."""
         leaves = (self.hidden, self.matrix, self.bias)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
 
     @property
     def local_size(self) -> int:
+        """V_local."""
         return self.matrix.shape[-1] if self.hidden is None else self.matrix.shape[0]
 
     @property
@@ -80,6 +82,7 @@ class Operands(NamedTuple):
 
     @property
     def same_on_every_rank(self) -> dict[str, Tensor]:
+        """The tensors that the ranks of a group have to have in common, by name."""
         given = {"hidden": self.hidden, "target_ids": self.target_ids}
         return {name: t for name, t in given.items() if t is not None}
 
@@ -95,6 +98,7 @@ class Plan(NamedTuple):
     dtypes: tuple[str | None, str, str | None]  # of hidden, of weight or logits, of bias
 
     def provenance(self, device: torch.device) -> Provenance:
+        """What the call runs with, on this device."""
         call, choice, shard = self.call, self.choice, self.shard
         per_row = isinstance(self.inv_temperature, Tensor)
         bearing, reason = strict.bearing(choice, shard)

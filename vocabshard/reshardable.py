@@ -26,6 +26,7 @@ class ReshardableRows(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, start: int, rows: int) -> ReshardableRows:
+        """Of this rank's rows, the first one's index and the number of all."""
         shape = (rows, *local.shape[1:])
         made: ReshardableRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.start = local, start

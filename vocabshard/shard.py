@@ -263,6 +263,7 @@ def _alone(size: int, real_size: int) -> VocabShard:
 
 
 def check_fits(shard: VocabShard, local_size: int, vocab_start_index: int | None) -> None:
+    """Raises ValueError for a tensor or a start that is not this shard's."""
     if shard.size != local_size:
         raise ValueError(
             f"this rank's shard is [{shard.start}, {shard.stop}), {shard.size} columns, but {local_size} came; "

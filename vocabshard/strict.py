@@ -18,6 +18,7 @@ _BUILD_TIME = ("VOCABSHARD_CUDA",)  # read by setup.py alone
 
 
 def dtype_name(tensor: Tensor | None) -> str | None:
+    """fp32, bf16, fp16, or torch's name of another."""
     return None if tensor is None else DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 

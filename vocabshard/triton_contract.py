@@ -58,6 +58,7 @@ if INTERPRETED:
     # whether it was inexact), so that the last rounding, to fp32, is the only one that counts.
     @triton.jit
     def fma(a, b, c):
+        """a * b + c with one fp32 rounding."""
         product = a.to(tl.float64) * b.to(tl.float64) if hasattr(b, "to") else a.to(tl.float64) * b
         addend = c.to(tl.float64) if hasattr(c, "to") else c
         total = product + addend
@@ -72,6 +73,7 @@ else:
 
     @triton.jit
     def fma(a, b, c):
+        """a * b + c with one fp32 rounding."""
         return tl.fma(a, b, c)
 
 
@@ -102,11 +104,13 @@ else:
 
 @triton.jit
 def bits(x):
+    """The 32 bits of fp32 values as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def from_bits(b):
+    """The fp32 values with these bits."""
     return b.to(tl.float32, bitcast=True)
 
 
@@ -148,6 +152,7 @@ def exp_k(y):
 
 @triton.jit
 def exp_poly(f):
+    """2^f for f in [-1/2, 1/2]."""
     p = fma(f, E6, E5)
     p = fma(p, f, E4)
     p = fma(p, f, E3)
@@ -167,6 +172,7 @@ def exp_scaled(y, magic):
 
 @triton.jit
 def with_sign_of(magnitude, x):
+    """The magnitude with the sign of x."""
     return from_bits(bits(magnitude) | (bits(x) & SIGN))
 
 
@@ -191,6 +197,7 @@ def divide_by(z, cap, r):
 
 @triton.jit
 def tanh_pinned(u):
+    """tanh as the contract has it."""
     a = tl.abs(u)
     u2 = u * u
     small = fma(u * u2, fma(fma(u2, T3, T2), u2, T1), u)
@@ -205,6 +212,7 @@ if PTX:
 
     @triton.jit
     def softcap_quick(z, cap, r):
+        """cap * tanh(z / cap) for 2^-20 <= cap <= 2^20; r = fp32(1 / cap)."""
         cap += tl.zeros_like(z)
         r += tl.zeros_like(z)
         return tl.inline_asm_elementwise(SOFTCAP_PTX, "=r,r,r,r", [z, cap, r], dtype=tl.float32, is_pure=True, pack=1)
@@ -213,6 +221,7 @@ else:
 
     @triton.jit
     def softcap_quick(z, cap, r):
+        """cap * tanh(z / cap) for 2^-20 <= cap <= 2^20; r = fp32(1 / cap)."""
         far = cap * 32.0  # tanh is 1 long before
         u = divide_by(tl.minimum(tl.maximum(z, -far), far), cap, r)
         return tl.where(tl.abs(z) < float("inf"), cap * tanh_pinned(u), z)
@@ -239,6 +248,7 @@ def k_of_max(y_max):
 
 @triton.jit
 def limb_top(k, ENTROPY: tl.constexpr):
+    """J, the highest position that a partial keeps, from its largest k."""
     if ENTROPY:
         return (k + ENTROPY_HEADROOM) >> 5
     else:
@@ -300,6 +310,7 @@ def entropy_limbs_at(u, K, J):
 
 @triton.jit
 def poisons(y_max):
+    """Whether a maximum makes its row NaN: NaN, or above 2^20."""
     return (y_max <= LIMIT) == 0
 
 
@@ -318,11 +329,13 @@ def canonical_bits(y):
 
 @triton.jit
 def unpack_max(word):
+    """The maximum in word 0 of a record."""
     return from_bits((word & 0xFFFFFFFF).to(tl.int32))
 
 
 @triton.jit
 def unpack_target_bits(word):
+    """The bits of the target's logit in word 0 of a record."""
     return (word >> 32).to(tl.int32)
 
 
@@ -337,6 +350,7 @@ SQRT2 = constant(C.SQRT2)
 
 @triton.jit
 def exponent_f64(x):
+    """floor(log2 x) of positive, normal x."""
     return ((x.to(tl.int64, bitcast=True) >> 52) & 0x7FF).to(tl.int32) - 1023
 
 

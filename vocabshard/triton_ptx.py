@@ -11,6 +11,7 @@ from vocabshard import contract as C
 
 
 def f32(value: float) -> str:
+    """An fp32 constant as PTX writes it."""
     return "0f" + struct.pack(">f", value).hex()
 
 

@@ -218,6 +218,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str, out: Path) ->
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=f"Train tiny_lm. The text's licence: {LICENCE}.")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent, help="directory to write (default: this one)"

@@ -61,6 +61,7 @@ class Backend:
         return self.missing(site)
 
     def projection_id(self, site: Site) -> str:
+        """What a call of the site would project with."""
         return self.projection(site) if site.entry == LINEAR else self.of_logits
 
 

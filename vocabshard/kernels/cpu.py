@@ -118,6 +118,7 @@ def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:
 
 
 def new_kept(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> KeptLogits:
+    """Room for the logits of `rows` rows."""
     return KeptLogits((torch.empty(rows, columns),))
 
 

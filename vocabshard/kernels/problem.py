@@ -68,6 +68,7 @@ class KeptLogits:
 
     @property
     def rows(self) -> int:
+        """How many leading rows were kept."""
         return self.tensors[0].shape[0]
 
     def part(self, start: int, stop: int) -> KeptLogits | None:

@@ -68,6 +68,7 @@ def forward(
     want_logits: bool = False,
     keep: KeptLogits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """Records int64 [R, N] and logits of a library product: the kernel interface, not the contract's bytes."""
     z = _logits(hidden, weight, bias, problem, keep)
     logits = None
     if want_logits:
@@ -82,6 +83,7 @@ def logits_forward(
     problem: LocalProblem,
     rows: Tensor | None = None,
 ) -> Tensor:
+    """Records int64 [R, M] of logits that exist."""
     chosen = logits[:, : problem.valid] if rows is None else logits[rows, : problem.valid]
     return _records(_scaled(chosen.float(), inv_temperature), target_ids, problem)
 
@@ -96,6 +98,7 @@ def logits_backward(
     out: Tensor,
     rows: Tensor | None = None,
 ) -> None:
+    """The gradient of logits that exist, into `out`."""
     if problem.valid == 0:
         out.zero_()
         return
@@ -118,6 +121,7 @@ def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:
 
 
 def new_kept(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> KeptLogits:
+    """Room for the logits of `rows` rows."""
     return KeptLogits((torch.empty(rows, columns, dtype=dtype, device=device),))
 
 

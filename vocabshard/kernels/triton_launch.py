@@ -26,6 +26,7 @@ class Epilogue(NamedTuple):
 
 
 def epilogue_of(inv_temperature: Tensor | float | None, problem: LocalProblem) -> Epilogue:
+    """How a kernel caps and scales its logits."""
     cap = 1.0 if problem.softcap is None else _fp32(problem.softcap)
     softcap = "none" if problem.softcap is None else "quick" if 2.0**-20 <= cap <= 2.0**20 else "any"
     if inv_temperature is None:
@@ -60,6 +61,7 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 @functools.cache
 def sm_count_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 in the interpreter."""
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 

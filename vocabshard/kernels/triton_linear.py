@@ -50,6 +50,7 @@ def to_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def chain_descriptors(hidden, weight, row, block, D, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """The tensor core's chain for a [BM, BN] block of logits, both operands by TMA."""
     acc = tl.zeros([BM, BN], tl.float32)
     for k in tl.range(0, D, BK):
         h = hidden.load([row, k])
@@ -62,6 +63,7 @@ def chain_descriptors(hidden, weight, row, block, D, BM: tl.constexpr, BN: tl.co
 def chain_pointers(
     hidden, weight, rows, columns, N, V, D, hn, hd, wv, wd, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
+    """The same chain by pointers, for operands that TMA cannot address."""
     acc = tl.zeros([BM, BN], tl.float32)
     ks = tl.arange(0, BK)
     h_at = hidden + rows.to(tl.int64)[:, None] * hn + ks.to(tl.int64)[None, :] * hd
@@ -80,6 +82,7 @@ def chain_pointers(
 
 @triton.jit
 def chain_fma(hidden, weight, rows, columns, N, V, D, hn, hd, wv, wd, BM: tl.constexpr, BN: tl.constexpr):
+    """A chain of fp32 FMAs, one k at a time."""
     acc = tl.zeros([BM, BN], tl.float32)
     h_at = hidden + rows.to(tl.int64) * hn
     w_at = weight + columns.to(tl.int64) * wv
@@ -178,6 +181,7 @@ def linear_partials(
     LOGITS: tl.constexpr,  # "none", or stored through "descriptors" or "pointers"
     ENTROPY: tl.constexpr,
 ):
+    """Records of a block of rows over a run of column blocks, and their logits where asked for."""
     TILES: tl.constexpr = BN // 64
     row_blocks = tl.cdiv(N, BM)
     # rows fastest within a group of row blocks: the programs of the moment share few strips of weight and of hidden

@@ -110,6 +110,7 @@ def logits_partials(
     ROWS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
+    """Records of rows of logits that exist."""
     STEP: tl.constexpr = 16 * LANES * UNROLL
     SCALED: tl.constexpr = TEMPERATURE != "none"
     out = (tl.program_id(0) // runs).to(tl.int64)
@@ -258,6 +259,7 @@ def logits_gradients(
     ROWS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
+    """The gradient of logits that exist, row by row."""
     blocks = tl.cdiv(V_local, COLUMNS)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     first = (tl.program_id(0) % blocks) * COLUMNS

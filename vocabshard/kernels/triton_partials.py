@@ -125,6 +125,7 @@ def add_to_partials(tiles, y_max, clamp_matters, c0, c1, c2, u0, u1, u2, TILES: 
 
 @triton.jit
 def store_counters(to, N, inside, merged, y_max, c0, c1, c2, ENTROPY: tl.constexpr):
+    """Adds up the counters of the lanes of each row and stores the three."""
     rise = limb_top(k_of_max(merged), ENTROPY)[:, None] - limb_top(k_of_max(y_max), ENTROPY)
     c0, c1, c2 = raise_counters(c0, c1, c2, rise)
     void = poisons(merged)

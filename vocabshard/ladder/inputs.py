@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
     target_ids: Tensor
 
     def take(self, rows: Tensor) -> Inputs:
+        """Some of the rows."""
         return self._replace(hidden=self.hidden[rows], target_ids=self.target_ids[rows])
 
 

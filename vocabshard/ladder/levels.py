@@ -28,6 +28,7 @@ SEEDS = (0, 1, 2)
 
 
 def everything(inputs: Inputs, backend: str = "auto", **options: Any) -> LogpOutput:
+    """logp, lse and entropy in strict mode."""
     out = linear_logp(
         *inputs[:2], inputs.target_ids, inputs.bias, backend=backend, strict=True, validate=False, return_lse=True,
         return_entropy=True, **options,

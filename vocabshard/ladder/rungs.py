@@ -30,6 +30,7 @@ class Rung:
 
     @property
     def holds(self) -> bool:
+        """Whether something was compared and no row differed."""
         return self.rows > 0 and self.differing == 0
 
     def compare(self, got: LogpOutput | tuple[Tensor | None, ...], want: tuple[Tensor | None, ...], where: str) -> None:
@@ -47,10 +48,12 @@ class Rung:
             self.first = f"{where}, row {int(wrong.nonzero()[0])}"
 
     def compare_ordinary(self, got: Tensor, want: Tensor) -> None:
+        """Counts where an ordinary sum differs, so that the comparison is known to be able to fail."""
         self.ordinary_rows += got.numel()
         self.ordinary_differing += int((as_integers(got).cpu() != as_integers(want).cpu()).sum())
 
     def done(self) -> Rung:
+        """Stops the clock."""
         self.seconds = time.perf_counter() - self._started
         return self
 

@@ -11,6 +11,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: Tensor) -> Tensor:
+    """The bits, as integers of the same size."""
     return tensor.detach().contiguous().view(_INTEGER[tensor.element_size()])
 
 

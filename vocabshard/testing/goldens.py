@@ -43,6 +43,8 @@ class Case(NamedTuple):
 
 
 class Sizes(NamedTuple):
+    """Of a case's tensors; `valid` columns of V are real."""
+
     N: int
     D: int
     V: int
@@ -187,6 +189,7 @@ class Verdict(NamedTuple):
 
     @property
     def line(self) -> str:
+        """For a report."""
         kept = f"{self.cases} of {self.cases} goldens" if not self.wrong else f"WRONG BYTES in {', '.join(self.wrong)}"
         return f"{self.device}, backend {self.backend}, projection {self.projection}: {kept}"
 
@@ -213,6 +216,7 @@ def _holds(choice: kernels.Choice, name: str, device: torch.device) -> bool:
 
 
 def main() -> None:
+    """Prints what this machine gives, and records it with --write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="record them in goldens.json")
     write = parser.parse_args().write

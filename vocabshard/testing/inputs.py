@@ -13,6 +13,7 @@ NAN = float("nan")
 
 
 def float_from_bits(bits: int) -> float:
+    """The fp32 value with these 32 bits."""
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 

@@ -24,6 +24,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """How many ranks there are."""
         return self.tp * self.cp
 
     def tp_ranks(self, cp_rank: int) -> list[int]:

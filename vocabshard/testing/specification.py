@@ -17,6 +17,7 @@ INF = float("inf")
 
 
 def f32(value: float, like: Tensor) -> Tensor:
+    """An fp32 scalar on the device of `like`."""
     return torch.tensor(value, dtype=F32, device=like.device)
 
 
@@ -61,6 +62,7 @@ def exp_split(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clamp_logit(y: Tensor) -> Tensor:
+    """Finite logits below -2^20 count as -2^20; so does -inf here."""
     return torch.where(y < -C.LOGIT_LIMIT, f32(-C.LOGIT_LIMIT, y), y)
 
 
@@ -110,10 +112,12 @@ def counters(mantissa: Tensor, exponent: Tensor, sign: Tensor, top: Tensor) -> l
 
 
 def poisoned(maximum: Tensor) -> Tensor:
+    """Whether a row's maximum makes its results NaN: NaN, or above 2^20."""
     return ~(maximum <= C.LOGIT_LIMIT)
 
 
 def k_of_max(maximum: Tensor) -> Tensor:
+    """The integer k of a maximum; EMPTY_K where it is not finite or poisons the row."""
     finite = torch.isfinite(maximum) & ~poisoned(maximum)
     k, _ = exp_split(clamp_logit(torch.where(finite, maximum, torch.zeros_like(maximum))))
     return torch.where(finite, k, torch.full_like(k, C.EMPTY_K))

@@ -12,6 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
+    """Which rows of a sequence a rank owns."""
+
     world_size: int = 1
     rank: int = 0
     layout: str = "single"
@@ -19,12 +21,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Projection:
+    """This rank's part of the head."""
+
     weight: Tensor
     bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Partition:
+    """Which columns of the vocabulary that is."""
+
     local_start: int
     local_size: int
     real_size: int | None
@@ -33,6 +39,8 @@ class Partition:
 
 @dataclass(frozen=True)
 class Context:
+    """What a provider may score from instead of logits."""
+
     hidden: Tensor
     projection: Projection
     vocab_partition: Partition | None
@@ -40,6 +48,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Request:
+    """What a provider is asked for."""
+
     logits: Any
     target_ids: Tensor
     tensor_parallel_group: Any = None
