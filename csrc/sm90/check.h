@@ -13,6 +13,21 @@ inline void check(cudaError_t status, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
 }
 
+// Launches a kernel that calls grid_wait before it touches memory: it may be set up while the grid before it runs.
+template <class... Params, class... Given>
+void launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream, Given... given) {
+  cudaLaunchAttribute behind = {};
+  behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  behind.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &behind;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(given)...), "launch");
+}
+
 inline void check_launch(const char* what) { check(cudaGetLastError(), what); }
 
 }  // namespace vocabshard::sm90

@@ -8,8 +8,10 @@
 #include <cuda_fp16.h>
 
 #include "contract.h"
+#include "sm90/lanes.h"
 #include "sm90/params.h"
 #include "sm90/ptx.h"
+#include "sm90/softcap.h"
 
 namespace vocabshard::sm90 {
 
@@ -26,8 +28,28 @@ struct Accumulator {
       for (int i = 0; i < 32 * kGroups; ++i) asm volatile("" : "+f"(d[m][i])::"memory");
   }
 
+  // clamp_finite, in place.
+  VS_DEVICE void clamp() {
+#pragma unroll
+    for (int m = 0; m < kMBlocks; ++m)
+#pragma unroll
+      for (int i = 0; i < 32 * kGroups; ++i) clamp_finite(d[m][i]);
+  }
+
   // Column j of the lane's tile in group a, of row group r (64-row block r / 2, its upper or lower 8 rows).
   VS_DEVICE float& at(int r, int a, int j) { return d[r / 2][32 * a + 4 * (j / 2) + 2 * (r % 2) + j % 2]; }
+
+  struct Row {
+    float y[kGroups][kTile];
+  };
+  VS_DEVICE Row row(int r) {
+    Row row;
+#pragma unroll
+    for (int a = 0; a < kGroups; ++a)
+#pragma unroll
+      for (int j = 0; j < kTile; ++j) row.y[a][j] = at(r, a, j);
+    return row;
+  }
 };
 
 // Row of the block of M that row group r is for this lane.
@@ -39,34 +61,64 @@ VS_DEVICE float load_bias(const void* bias, int32_t type, int64_t column) {
   return static_cast<const float*>(bias)[column];
 }
 
-// A group that came as it lies: lane q holds columns 8 i + 2 q + e at j = 2 i + e, and is to hold 16 q + j. `scratch`
-// is this warp's own, kTailScratch bytes.
-constexpr int kTailRow = kGroupColumns + 1, kTailScratch = 8 * kTailRow * 4;
-
+// A group that came as it lies: lane q holds columns 8 i + 2 q + e at j = 2 i + e, and is to hold 16 q + j. In blocks
+// of four columns (i / 2 the block, i % 2 and e inside) lane and block change places: a transposition within the quad.
 template <int kMBlocks, int kGroups>
-VS_DEVICE void exchange_tail(Accumulator<kMBlocks, kGroups>& acc, int a, float* scratch, int lane) {
-  float* row = scratch + lane / 4 * kTailRow;
-  const int q = lane % 4;
+VS_DEVICE void exchange_tail(Accumulator<kMBlocks, kGroups>& acc, int a, int lane) {
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) row[8 * (j / 2) + 2 * q + j % 2] = acc.at(r, a, j);
-    __syncwarp();
+    for (int bit = 1; bit <= 2; bit *= 2) {
+      const bool upper = (lane & bit) != 0;
 #pragma unroll
-    for (int j = 0; j < 16; ++j) acc.at(r, a, j) = row[16 * q + j];
-    __syncwarp();
+      for (int j = 0; j < 16; ++j) {
+        if (j / 4 & bit) continue;
+        const float low = acc.at(r, a, j), high = acc.at(r, a, j + 4 * bit);
+        const float got = __shfl_xor_sync(~0u, upper ? low : high, bit);
+        acc.at(r, a, j) = upper ? got : low;
+        acc.at(r, a, j + 4 * bit) = upper ? high : got;
+      }
+    }
+    // now block s holds what lane s had: columns 16 q + 2 s + e, and 8 further on
+    float x[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) x[j] = acc.at(r, a, j);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      float& to = acc.at(r, a, 8 * (j / 2 % 2) + 2 * (j / 4) + j % 2);
+      to = x[j];
+      asm volatile("" : "+f"(to));  // moved here, not all at once further down
+    }
   }
 }
 
 // Softcap in a loop that turns the accumulators round: its code is long, and rarely wanted.
 template <int kMBlocks, int kGroups>
 VS_DEVICE void softcap_all(Accumulator<kMBlocks, kGroups>& acc, float cap) {
-  constexpr int kPerBlock = 32 * kGroups, kAll = kMBlocks * kPerBlock, kStep = 8;
+  constexpr int kPerBlock = 32 * kGroups, kAll = kMBlocks * kPerBlock, kStep = 16;
+  const float inverse = __frcp_rn(cap);
+  const bool fast_cap = cap >= kSoftcapFastFrom && cap <= 1.0f / kSoftcapFastFrom;
 #pragma unroll 1
   for (int i = 0; i < kAll / kStep; ++i) {
-    float head[kStep];
+    float head[kStep], least = kFastFrom, most = kFastFrom;
 #pragma unroll
-    for (int j = 0; j < kStep; ++j) head[j] = softcap(acc.d[0][j], cap);
+    for (int j = 0; j < kStep; ++j) {
+      head[j] = acc.d[0][j];
+      least = fminf(least, fabsf(head[j]));
+      most = ptx::max_nan(most, fabsf(head[j]));
+    }
+    if (fast_cap && least >= kFastFrom && most <= 1.0f / kFastFrom) {
+#pragma unroll
+      for (int j = 0; j < kStep; ++j) head[j] = softcap_fast(head[j], cap, inverse);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < kStep; ++j) {  // turned round as well
+        const float first = softcap(head[0], cap);
+#pragma unroll
+        for (int k = 0; k < kStep - 1; ++k) head[k] = head[k + 1];
+        head[kStep - 1] = first;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kAll - kStep; ++j)
       acc.d[j / kPerBlock][j % kPerBlock] = acc.d[(j + kStep) / kPerBlock][(j + kStep) % kPerBlock];
@@ -105,17 +157,16 @@ VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& 
   }
 }
 
-// The y of targets that lie in the tile: at most one lane of one warp of the grid has each.
+// The y of targets that lie in the tile: at most one lane of one warp of the grid has each. `targets`: local columns of
+// the block's rows, or -1, in shared memory.
 template <int kMBlocks, int kGroups>
-VS_DEVICE void store_targets(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, float* target_y,
-                             int32_t first_row, int64_t first_column, int32_t valid, int warp, int lane) {
+VS_DEVICE void store_targets(Accumulator<kMBlocks, kGroups>& acc, const int32_t* targets, float* target_y,
+                             int32_t first_row, int32_t first_column, int32_t valid, int warp, int lane) {
   constexpr int kRows = 16 * kMBlocks;  // of a warp: lane l looks at row group l / 8, row l % 8
-  const int32_t mine = first_row + row_of(lane / 8, warp, 4 * (lane % 8));
-  int64_t column = -1;
-  if (lane < kRows && mine < work.rows) column = work.target_ids[mine] - work.vocab_start - first_column;
+  const int32_t column = lane < kRows ? targets[row_of(lane / 8, warp, 4 * (lane % 8))] - first_column : -1;
   const bool here = column >= 0 && column < valid;
   if (!__any_sync(~0u, here)) return;
-  const int32_t local = here ? static_cast<int32_t>(column) : -1;
+  const int32_t local = here ? column : -1;
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
     const int32_t wanted = __shfl_sync(~0u, local, 8 * r + lane / 4) - 16 * (lane % 4);

@@ -5,6 +5,7 @@
 #include "contract.h"
 #include "sm90/check.h"
 #include "sm90/launch.h"
+#include "sm90/ptx.h"
 
 namespace vocabshard::sm90 {
 
@@ -15,6 +16,7 @@ constexpr int kThreads = 128;
 template <bool kEntropy>
 __global__ void __launch_bounds__(kThreads) fold(const FoldCall call) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  ptx::grid_wait();
   if (row >= call.rows) return;
   constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
   Partial p = partial_identity();
@@ -39,12 +41,8 @@ __global__ void __launch_bounds__(kThreads) fold(const FoldCall call) {
 
 void launch_fold(const FoldCall& call, cudaStream_t stream) {
   if (call.rows == 0) return;
-  const unsigned blocks = static_cast<unsigned>((call.rows + kThreads - 1) / kThreads);
-  if (call.entropy)
-    fold<true><<<blocks, kThreads, 0, stream>>>(call);
-  else
-    fold<false><<<blocks, kThreads, 0, stream>>>(call);
-  check_launch("fold");
+  const int64_t blocks = (call.rows + kThreads - 1) / kThreads;
+  launch_behind(call.entropy ? fold<true> : fold<false>, blocks, kThreads, stream, call);
 }
 
 }  // namespace vocabshard::sm90

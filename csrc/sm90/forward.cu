@@ -24,11 +24,11 @@ int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 int64_t words(bool entropy) { return entropy ? kRecordWordsEntropy : kRecordWords; }
 
-// The fewest launches, of equal size.
-int64_t chunk_rows(int64_t rows, int64_t block) {
-  const int64_t blocks = up(rows, block) / block, most = kChunkRows / block;
-  const int64_t launches = (blocks + most - 1) / most;
-  return (blocks + launches - 1) / launches * block;
+// Rows a launch: the fewest launches of at most `most` blocks, of equal size, even if there are several blocks.
+int64_t chunk_rows(int64_t rows, int64_t block, int64_t most) {
+  const int64_t blocks = up(rows, block) / block, launches = (blocks + most - 1) / most;
+  const int64_t each = (blocks + launches - 1) / launches;
+  return std::min(launches > 1 ? up(each, 2) : each, most) * block;
 }
 
 void require(bool ok, const char* what) {
@@ -60,10 +60,12 @@ const char* row_pointer(const void* base, int64_t row, int64_t stride, int eleme
   return static_cast<const char*>(base) + row * stride * element_bytes;
 }
 
+int32_t most_clusters(int32_t multiprocessors) { return std::max(multiprocessors / 2, 1); }
+
 Schedule wgmma_schedule(const ForwardCall& call, const WgmmaShape& shape, int64_t rows, int32_t multiprocessors) {
   return make_schedule(static_cast<int32_t>(up(rows, 64 * shape.m_blocks) / (64 * shape.m_blocks)),
                        static_cast<int32_t>(up(call.columns, kGroupColumns) / kGroupColumns), shape.groups,
-                       std::max(multiprocessors / 2, 1));
+                       most_clusters(multiprocessors));
 }
 
 void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_t first, int64_t rows,
@@ -71,14 +73,15 @@ void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
   const WgmmaShape shape = wgmma_shape(plan.path);
   const bool half_precision = call.element == kHalf;
   WgmmaParams p = {};
-  p.operands = map_operands({row_pointer(call.hidden, first, call.hidden_row, 2), rows, call.hidden_row},
-                            {call.weight, call.columns, call.weight_row}, call.depth, half_precision, shape);
-  p.work = row_work(call, first, rows);
   p.schedule = wgmma_schedule(call, shape, rows, multiprocessors);
+  p.operands = map_operands({row_pointer(call.hidden, first, call.hidden_row, 2), rows, call.hidden_row},
+                            {call.weight, call.columns, call.weight_row}, call.depth, half_precision, shape,
+                            p.schedule.share_columns);
+  p.work = row_work(call, first, rows);
   p.target_y = static_cast<float*>(call.workspace);
-  p.lanes = static_cast<char*>(call.workspace) + up(plan.chunk_rows * 4, kAlign);
+  p.partials = reinterpret_cast<int64_t*>(static_cast<char*>(call.workspace) + up(plan.chunk_rows * 4, kAlign));
   launch_wgmma(p, plan.path, half_precision, call.entropy, stream);
-  launch_merge_lanes(p, shape.m_blocks, call.entropy, call.records + first, call.rows, stream);
+  launch_merge_clusters(p, shape.m_blocks, call.entropy, call.records + first, call.rows, stream);
 }
 
 void launch_plain_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_t first, int64_t rows,
@@ -128,17 +131,19 @@ ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
   if (call.rows == 0 || call.columns == 0) return plan;
   if (plan.path == kRows128 || plan.path == kRows64) {
     const WgmmaShape shape = wgmma_shape(plan.path);
-    plan.chunk_rows = chunk_rows(call.rows, 64 * shape.m_blocks);
-    // the last launch may have fewer blocks of rows, and then needs other places
-    int64_t lanes = 0;
+    const int64_t block = 64 * shape.m_blocks;
+    plan.chunk_rows =
+        chunk_rows(call.rows, block, std::min<int64_t>(kChunkRows / block, most_clusters(multiprocessors)));
+    // the last launch may have fewer blocks of rows, and then needs other partials
+    int64_t partials = 0;
     for (int64_t rows : {std::min(plan.chunk_rows, call.rows), call.rows % plan.chunk_rows})
       if (rows > 0)
-        lanes = std::max(lanes,
-                         lanes_bytes(wgmma_schedule(call, shape, rows, multiprocessors), shape.m_blocks, call.entropy));
-    plan.workspace = up(plan.chunk_rows * 4, kAlign) + lanes;
+        partials = std::max(partials, partials_bytes(wgmma_schedule(call, shape, rows, multiprocessors), shape.m_blocks,
+                                                     words(call.entropy)));
+    plan.workspace = up(plan.chunk_rows * 4, kAlign) + partials;
   } else {
     const PlainShape shape = plan.path == kFma ? fma_shape() : mma_shape();
-    plan.chunk_rows = chunk_rows(call.rows, shape.rows);
+    plan.chunk_rows = chunk_rows(call.rows, shape.rows, kChunkRows / shape.rows);
     const int64_t blocks = up(call.columns, shape.columns) / shape.columns;
     plan.splits = static_cast<int32_t>(
         std::max<int64_t>(1, std::min(blocks, 8 * multiprocessors / (plan.chunk_rows / shape.rows))));

@@ -1,4 +1,5 @@
 // The fused forward on tensor cores: the tiles of mainloop.cuh and the contract's partials, no logits in memory.
+// Partials wait in shared memory, where both consumers add to them in turn.
 #pragma once
 
 #include "sm90/check.h"
@@ -11,41 +12,49 @@
 
 namespace vocabshard::sm90 {
 
-template <int kMBlocks, int kGroups>
+template <bool kEntropy, int kMBlocks, int kGroups>
 struct SharedLayout {
-  static constexpr int kBias = Ring<kMBlocks, kGroups>::kEnd;            // fp32, one tile's columns a consumer
-  static constexpr int kTail = kBias + 2 * kGroups * kGroupColumns * 4;  // exchange_tail, a warp of a consumer each
-  static constexpr int kBytes = kTail + 2 * 4 * kTailScratch;
+  static constexpr int kRows = 64 * kMBlocks;
+  static constexpr int kRing = kEntropy && kMBlocks > 1 ? 4 : kStages;  // the entropy's counters need the room
+  // What follows is both consumers', who take turns in the epilogue.
+  static constexpr int kRowGroupWords = 32 * kLaneWords<kEntropy>;
+  static constexpr int kPlaceWords = 4 * 2 * kMBlocks * kRowGroupWords;  // [4 warps][row groups][words][32 lanes]
+  static constexpr int kCounters = Ring<kMBlocks, kGroups, kRing>::kEnd;
+  static constexpr int kMaxima = kCounters + kPlaces * kPlaceWords * 8;  // [places][rows], fp32
+  static constexpr int kTargets = kMaxima + kPlaces * kRows * 4;         // [places][rows], int32
+  static constexpr int kBias = kTargets + kPlaces * kRows * 4;           // fp32, one tile's columns
+  static constexpr int kBytes = kBias + kGroups * kGroupColumns * 4;
   static_assert(kBytes <= 227 * 1024, "more shared memory than a CTA can have");
 };
 
-constexpr uint32_t kBiasReady = kFirstFreeBarrier;  // one a consumer
+enum ForwardBarrier : uint32_t {
+  kEpilogueTurn = kFirstFreeBarrier,  // one a consumer
+  kBiasReady = kEpilogueTurn + 2,
+  kAllDone
+};
 
 template <bool kEntropy, int kMBlocks, int kGroups>
-VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, const int4& tile, char* base,
-                           char* lanes) {
-  using Layout = SharedLayout<kMBlocks, kGroups>;
+VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, const int4& tile, char* base) {
+  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
   constexpr int kColumns = kGroups * kGroupColumns;
   const RowWork& work = p.work;
-  const int thread = ptx::thread(), consumer = thread / kWarpgroup - 1, warp = thread / 32 % 4, lane = thread % 32;
+  const uint32_t thread = ptx::thread();
+  const int warp = thread / 32 % 4, lane = thread % 32;
   const int q = lane % 4;
-  const int32_t first_row = tile.x * (64 * kMBlocks);
-  const int64_t first_column = static_cast<int64_t>(tile.y) * kGroupColumns;
-  const int32_t loaded = tile.z * kGroupColumns;
-  const int32_t columns = static_cast<int32_t>(min(work.columns - first_column, static_cast<int64_t>(loaded)));
-  const int32_t valid = static_cast<int32_t>(min(work.valid - first_column, static_cast<int64_t>(loaded)));
+  const int32_t first_row = tile.x * Layout::kRows, first_column = tile.y * kGroupColumns;
+  const int32_t columns = min(work.columns - first_column, tile.z * kGroupColumns);
+  const int32_t valid = min(work.valid - first_column, tile.z * kGroupColumns);
 
   if (tile.y + tile.z > p.operands.whole_groups) {
-    float* tail = reinterpret_cast<float*>(base + Layout::kTail + (4 * consumer + warp) * kTailScratch);
 #pragma unroll
     for (int a = 0; a < kGroups; ++a)
-      if (tile.y + a == p.operands.whole_groups) exchange_tail(acc, a, tail, lane);
+      if (tile.y + a == p.operands.whole_groups) exchange_tail(acc, a, lane);
   }
   if (work.bias_type != kBiasNone) {
-    float* bias = reinterpret_cast<float*>(base + Layout::kBias) + consumer * kColumns;
+    float* bias = reinterpret_cast<float*>(base + Layout::kBias);
     for (int32_t i = 32 * warp + lane; i < kColumns; i += kWarpgroup)
       bias[i] = i < columns ? load_bias(work.bias, work.bias_type, first_column + i) : 0.0f;
-    ptx::barrier_sync(kBiasReady + consumer, kWarpgroup);
+    ptx::barrier_sync(kBiasReady, kWarpgroup);
 #pragma unroll
     for (int a = 0; a < kGroups; ++a)
 #pragma unroll
@@ -59,7 +68,6 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
           acc.at(r, a, j + 3) = add(acc.at(r, a, j + 3), b.w);
         }
       }
-    ptx::barrier_sync(kBiasReady + consumer, kWarpgroup);  // nobody reads any more when the next tile's bias is written
   }
   if (work.cap != 0.0f) softcap_all(acc, work.cap);
   if (work.logits != nullptr) store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
@@ -75,7 +83,8 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
         for (int j = 0; j < 16; ++j) acc.at(r, a, j) = mul(acc.at(r, a, j), scale);
     }
   }
-  store_targets(acc, work, p.target_y, first_row, first_column, valid, warp, lane);
+  store_targets(acc, reinterpret_cast<const int32_t*>(base + Layout::kTargets) + tile.w * Layout::kRows, p.target_y,
+                first_row, first_column, valid, warp, lane);
   if (valid < kColumns) {
 #pragma unroll
     for (int a = 0; a < kGroups; ++a)
@@ -86,52 +95,102 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
         for (int r = 0; r < 2 * kMBlocks; ++r) acc.at(r, a, j) = padding ? neg_inf() : acc.at(r, a, j);
       }
   }
+  int64_t* counters = reinterpret_cast<int64_t*>(base + Layout::kCounters) + tile.w * Layout::kPlaceWords +
+                      warp * (2 * kMBlocks * Layout::kRowGroupWords) + lane;
+  float* maxima = reinterpret_cast<float*>(base + Layout::kMaxima) + tile.w * Layout::kRows;
+  constexpr int kRowGroups = 2 * kMBlocks;
+  float y_max[kRowGroups];
+#pragma unroll
+  for (int r = 0; r < kRowGroups; ++r) y_max[r] = lane_max(acc.row(r).y);
+  bool near_limit = false;
+#pragma unroll
+  for (int r = 0; r < kRowGroups; ++r) {
+    y_max[r] = quad_max(ptx::max_nan(y_max[r], maxima[row_of(r, warp, lane)]));
+    near_limit |= y_max[r] < kNearLimitFrom;
+  }
+  if (near_limit) acc.clamp();
+#pragma unroll
+  for (int r = 0; r < kRowGroups; ++r) {
+    float& running = maxima[row_of(r, warp, lane)];
+    lane_add<kEntropy>(counters + r * Layout::kRowGroupWords, running, y_max[r], acc.row(r).y);
+    __syncwarp();  // all four lanes have read it
+    running = y_max[r];
+  }
+}
+
+// Empty partials of one place, and the local columns of its rows' targets.
+template <bool kEntropy, int kMBlocks, int kGroups>
+VS_DEVICE void start_place(const WgmmaParams& p, char* base, int place, int32_t block) {
+  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  const int thread = threadIdx.x % kWarpgroup;
+  int64_t* counters = reinterpret_cast<int64_t*>(base + Layout::kCounters) + place * Layout::kPlaceWords;
+  for (int i = thread; i < Layout::kPlaceWords; i += kWarpgroup) counters[i] = 0;
+  for (int i = thread; i < Layout::kRows; i += kWarpgroup) {
+    const int64_t row = static_cast<int64_t>(block) * Layout::kRows + i;
+    int64_t target = row < p.work.rows ? p.work.target_ids[row] - p.work.vocab_start : -1;
+    if (target < 0 || target >= p.work.valid) target = -1;
+    reinterpret_cast<float*>(base + Layout::kMaxima)[place * Layout::kRows + i] = neg_inf();
+    reinterpret_cast<int32_t*>(base + Layout::kTargets)[place * Layout::kRows + i] = static_cast<int32_t>(target);
+  }
+}
+
+// One place's partials, a record a row.
+template <bool kEntropy, int kMBlocks, int kGroups>
+VS_DEVICE void store_place(const WgmmaParams& p, const char* base, int place) {
+  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int64_t* counters = reinterpret_cast<const int64_t*>(base + Layout::kCounters) + place * Layout::kPlaceWords +
+                            warp * (2 * kMBlocks * Layout::kRowGroupWords) + lane;
+  const float* maxima = reinterpret_cast<const float*>(base + Layout::kMaxima) + place * Layout::kRows;
+  int64_t* out =
+      p.partials + (static_cast<int64_t>(blockIdx.x) * places(p.schedule) + place) * (kWords * Layout::kRows);
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
-    float y[kGroups][kTile];
-#pragma unroll
-    for (int a = 0; a < kGroups; ++a)
-#pragma unroll
-      for (int j = 0; j < kTile; ++j) y[a][j] = acc.at(r, a, j);
-    lane_add<kEntropy, kGroups>(lanes + r * kLaneParts<kEntropy> * kLanePartBytes, y);
+    const int row = row_of(r, warp, lane);
+    const Partial partial = quad_partial<kEntropy>(counters + r * Layout::kRowGroupWords, maxima[row]);
+    if (lane % 4 == 0) record_store<kEntropy>(out + row, Layout::kRows, partial);
   }
 }
 
 template <class Element, bool kEntropy, int kMBlocks, int kGroups>
-VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_t count, int32_t m_home, char* lanes) {
-  constexpr int kPlace = 2 * kMBlocks * kLaneParts<kEntropy> * kLanePartBytes;  // one warp's lanes
-  const int32_t places = most_m(p.schedule);
-  lanes += threadIdx.x / 32 % 4 * kPlace + threadIdx.x % 32 * 16;
-  for (int32_t i = 0; i < places; ++i)
-    for (int r = 0; r < 2 * kMBlocks; ++r)
-      lane_clear<kEntropy>(lanes + i * (4 * kPlace) + r * kLaneParts<kEntropy> * kLanePartBytes);
-  take_turns<Element, kMBlocks, kGroups>(
+VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_t count) {
+  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  const int consumer = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup)) - 1;
+  if (consumer < places(p.schedule)) {
+    const int32_t unit = first_unit(p.schedule, blockIdx.x / 2) + consumer;
+    start_place<kEntropy, kMBlocks, kGroups>(p, base, consumer, block_of_unit(p.schedule, unit, ptx::cluster_rank()));
+  }
+  if (consumer == 1) ptx::barrier_arrive(kEpilogueTurn, 2 * kWarpgroup);
+  take_turns<Element, kMBlocks, kGroups, Layout::kRing>(
       p.operands, base, shared, count,
-      [&p, base, lanes, m_home](Accumulator<kMBlocks, kGroups>& acc, const int4& tile) {
-        finish_tile<kEntropy>(acc, p, tile, base, lanes + (tile.x - m_home) * (4 * kPlace));
+      [&p, base, consumer](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool more) {
+        ptx::barrier_sync(kEpilogueTurn + consumer, 2 * kWarpgroup);
+        if (tile.z > 0) finish_tile<kEntropy>(acc, p, tile, base);
+        if (more) ptx::barrier_arrive(kEpilogueTurn + 1 - consumer, 2 * kWarpgroup);
       });
+  ptx::barrier_sync(kAllDone, 2 * kWarpgroup);
+  if (consumer < places(p.schedule)) store_place<kEntropy, kMBlocks, kGroups>(p, base, consumer);
 }
 
 template <class Element, bool kEntropy, int kMBlocks, int kGroups>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     forward_wgmma(const __grid_constant__ WgmmaParams p) {
+  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
   extern __shared__ __align__(1024) char base[];
-  const uint32_t shared = ptx::shared_address(base);
-  const int32_t cluster = blockIdx.x / 2;
-  start_ring<kMBlocks, kGroups>(p.operands, shared);
-  if (threadIdx.x < kWarpgroup) {
+  const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
+  const int32_t cluster = blockIdx.x / 2, count = tile_count(p.schedule, cluster);
+  start_ring<kMBlocks, kGroups, Layout::kRing>(p.operands, shared);
+  ptx::grid_launch_next();
+  if (warp < kWarpgroup / 32) {
     ptx::registers_lower<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      Walk walk(p.schedule, cluster, ptx::cluster_rank(), kGroups);
-      produce<kMBlocks, kGroups>(p.operands, base, shared, tile_count(p.schedule, cluster, kGroups), walk);
+    if (threadIdx.x % 32 == 0) {
+      Walk walk(p.schedule, cluster, ptx::cluster_rank());
+      produce<kMBlocks, kGroups, Layout::kRing>(p.operands, base, shared, count, walk, warp);
     }
   } else {
     ptx::registers_raise<kConsumerRegisters>();
-    constexpr int kLaneBytes = 4 * 2 * kMBlocks * kLaneParts<kEntropy> * kLanePartBytes;
-    char* lanes =
-        p.lanes + static_cast<int64_t>(blockIdx.x * 2 + threadIdx.x / kWarpgroup - 1) * most_m(p.schedule) * kLaneBytes;
-    consume<Element, kEntropy, kMBlocks, kGroups>(p, base, shared, tile_count(p.schedule, cluster, kGroups),
-                                                  m_first(p.schedule, cluster), lanes);
+    consume<Element, kEntropy, kMBlocks, kGroups>(p, base, shared, count);
   }
   finish_ring();
 }
@@ -139,7 +198,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
 template <class Element, bool kEntropy, int kMBlocks, int kGroups>
 void launch_one(const WgmmaParams& p, cudaStream_t stream) {
   const auto kernel = forward_wgmma<Element, kEntropy, kMBlocks, kGroups>;
-  constexpr int kBytes = SharedLayout<kMBlocks, kGroups>::kBytes;
+  constexpr int kBytes = SharedLayout<kEntropy, kMBlocks, kGroups>::kBytes;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
   kernel<<<2 * p.schedule.clusters, kMainloopThreads, kBytes, stream>>>(p);
 }

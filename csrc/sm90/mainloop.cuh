@@ -1,8 +1,8 @@
 // The matrix product under every kernel that makes logits: tiles of hidden @ weight^T in a consumer's registers.
 //
-// Clusters of two CTAs take the same rows and neighbouring columns; each loads half of the hidden tile into both. One
-// producer warp fills a ring of stages by TMA; two consumer warpgroups take tiles in turn, so that one's epilogue runs
-// while the other has the tensor cores.
+// Clusters of two CTAs share rows or columns; of what they share each loads half into both. The producer's warps fill a
+// ring of stages by TMA; two consumer warpgroups take tiles in turn, so that one's epilogue runs while the other has
+// the tensor cores.
 #pragma once
 
 #include "sm90/epilogue.h"
@@ -16,48 +16,54 @@ constexpr int kWarpgroup = 128;
 constexpr int kMainloopThreads = 3 * kWarpgroup;
 // Of the 168 a thread the kernel starts with: 128 * 40 + 256 * 232 <= 65536.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-// A consumer reads its tile's entry before it gives back the tile's first stage, so the producer is at most kStages
-// tiles ahead of it.
+// A consumer reads its tile's entry before it gives back the tile's first stage, so the producer is at most a ring of
+// stages tiles ahead of it.
 constexpr int kTileRing = 8;
-static_assert(kTileRing > kStages, "the producer could overwrite a tile's entry before it is read");
 
 // The first part of a CTA's shared memory; a kernel's own begins at kEnd, a multiple of 16.
-template <int kMBlocks, int kGroups>
+template <int kMBlocks, int kGroups, int kRing = kStages>
 struct Ring {
   static constexpr int kHiddenBytes = kMBlocks * 64 * kDepth * 2;
   static constexpr int kGroupBytes = kGroupColumns * kDepth * 2;
   static constexpr int kStageBytes = kHiddenBytes + kGroups * kGroupBytes;
-  static constexpr int kTiles = kStages * kStageBytes;
+  static constexpr int kTiles = kRing * kStageBytes;
   static constexpr int kFull = kTiles + kTileRing * 16;
-  static constexpr int kEmpty = kFull + kStages * 8;
-  static constexpr int kEnd = (kEmpty + kStages * 8 + 15) / 16 * 16;
+  static constexpr int kEmpty = kFull + kRing * 8;
+  static constexpr int kEnd = (kEmpty + kRing * 8 + 15) / 16 * 16;
+  static_assert(kTileRing > kRing, "the producer could overwrite a tile's entry before it is read");
 };
 
 enum NamedBarrier : uint32_t { kTurn = 1, kFirstFreeBarrier = 3 };  // one a consumer each; 0 is __syncthreads
 
+template <int kRing>
 struct Stage {
   uint32_t index = 0, parity = 0;
   VS_DEVICE void next() {
-    if (++index == kStages) {
+    if (++index == kRing) {
       index = 0;
       parity ^= 1;
     }
   }
+  VS_DEVICE void skip(int32_t steps) {
+    index += steps;
+    parity ^= (index / kRing) & 1;
+    index %= kRing;
+  }
 };
 
 // By all threads, before anything else.
-template <int kMBlocks, int kGroups>
+template <int kMBlocks, int kGroups, int kRing = kStages>
 VS_DEVICE void start_ring(const Operands& o, uint32_t shared) {
-  using Layout = Ring<kMBlocks, kGroups>;
+  using Layout = Ring<kMBlocks, kGroups, kRing>;
   if (shared % 1024 != 0) __trap();  // the swizzle counts from multiples of 1024
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < kRing; ++i) {
       ptx::mbarrier_init(shared + Layout::kFull + 8 * i, 1);
       ptx::mbarrier_init(shared + Layout::kEmpty + 8 * i, 2 * 4);  // 4 warps of one consumer in each CTA
     }
     ptx::mbarrier_init_fence();
     ptx::prefetch_map(&o.hidden);
-    ptx::prefetch_map(&o.tile);
+    ptx::prefetch_map(o.share_columns ? &o.group : &o.tile);
   }
   ptx::cluster_arrive();
   ptx::cluster_wait();
@@ -70,63 +76,98 @@ VS_DEVICE void finish_ring() {
   ptx::cluster_wait();
 }
 
-// By one thread of the producer: `count` tiles in the order that `walk` gives them.
-template <int kMBlocks, int kGroups, class Tiles>
-VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t count, Tiles& walk) {
-  using Layout = Ring<kMBlocks, kGroups>;
-  constexpr int kHalfRows = 32 * kMBlocks;
+// One group of columns, or where columns are shared this CTA's half of it into both.
+template <class Layout>
+VS_DEVICE void copy_group(const Operands& o, uint32_t to, uint32_t full, int32_t k, int32_t group, uint32_t rank) {
+  const bool permuted = group < o.whole_groups;
+  if (o.share_columns) {
+    to += rank * (Layout::kGroupBytes / 2);
+    if (permuted)
+      ptx::copy_5d_multicast(to, &o.group, full, k, 4 * rank, group, 3);
+    else
+      ptx::copy_2d_multicast(to, &o.tail, full, k, group * kGroupColumns + 32 * rank, 3);
+  } else {
+    if (permuted)
+      ptx::copy_5d(to, &o.group, full, k, 0, group);
+    else
+      ptx::copy_2d(to, &o.tail, full, k, group * kGroupColumns);
+  }
+}
+
+// The stages of one tile in turn, as soon as they are free: copy(start of the stage, its full barrier, k).
+template <class Layout, int kRing, class Copy>
+VS_DEVICE void fill(const Operands& o, uint32_t shared, Stage<kRing>& stage, const Copy& copy) {
+  for (int32_t block = 0; block < o.k_blocks; ++block) {
+    ptx::mbarrier_wait(shared + Layout::kEmpty + 8 * stage.index, stage.parity ^ 1);
+    copy(shared + stage.index * Layout::kStageBytes, shared + Layout::kFull + 8 * stage.index, block * kDepth);
+    stage.next();
+  }
+}
+
+// By the first lane of each of the producer's warps: `count` tiles in the order that `walk` gives them. The first warp
+// copies hidden, the others weight: to issue a copy takes a thread so long that one could not issue them all.
+template <int kMBlocks, int kGroups, int kRing = kStages, class Tiles>
+VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t count, Tiles& walk, int warp) {
+  using Layout = Ring<kMBlocks, kGroups, kRing>;
+  constexpr int kRows = 64 * kMBlocks, kHalf = Layout::kHiddenBytes / 2;
   int4* tiles = reinterpret_cast<int4*>(base + Layout::kTiles);
   const uint32_t rank = ptx::cluster_rank();
-  Stage stage;
+  Stage<kRing> stage;
   for (int32_t i = 0; i < count; ++i) {
     const Tile tile = walk.next();
-    tiles[i % kTileRing] = make_int4(tile.m, tile.group, tile.groups, 0);
-    const bool whole = tile.groups == kGroups && tile.group + kGroups <= o.whole_groups;
-    const int32_t row = tile.m * (64 * kMBlocks) + static_cast<int32_t>(rank) * kHalfRows;
-    for (int32_t block = 0; block < o.k_blocks; ++block) {
-      const uint32_t full = shared + Layout::kFull + 8 * stage.index;
-      const uint32_t at = shared + stage.index * Layout::kStageBytes;
-      ptx::mbarrier_wait(shared + Layout::kEmpty + 8 * stage.index, stage.parity ^ 1);
-      ptx::mbarrier_expect(full, Layout::kHiddenBytes + tile.groups * Layout::kGroupBytes);
-      ptx::copy_2d_multicast(at + rank * (Layout::kHiddenBytes / 2), &o.hidden, full, block * kDepth, row, 3);
-      if (whole) {
-        ptx::copy_5d(at + Layout::kHiddenBytes, &o.tile, full, block * kDepth, tile.group);
-      } else {
-        for (int32_t a = 0; a < tile.groups; ++a) {
-          const uint32_t to = at + Layout::kHiddenBytes + a * Layout::kGroupBytes;
-          if (tile.group + a < o.whole_groups)
-            ptx::copy_5d(to, &o.group, full, block * kDepth, tile.group + a);
-          else
-            ptx::copy_2d(to, &o.tail, full, block * kDepth, (tile.group + a) * kGroupColumns);
-        }
-      }
-      stage.next();
+    if (warp == 0) {
+      tiles[i % kTileRing] = make_int4(tile.m, tile.group, tile.groups, tile.place);
+      const uint32_t bytes = Layout::kHiddenBytes + tile.groups * Layout::kGroupBytes;
+      const int32_t row = tile.m * kRows + (o.share_columns ? 0 : static_cast<int32_t>(rank) * (kRows / 2));
+      fill<Layout>(o, shared, stage, [&](uint32_t at, uint32_t full, int32_t k) {
+        ptx::mbarrier_expect(full, bytes);
+        if (o.share_columns)
+          ptx::copy_2d(at, &o.hidden, full, k, row);
+        else
+          ptx::copy_2d_multicast(at + rank * kHalf, &o.hidden, full, k, row, 3);
+      });
+    } else if (tile.groups == kGroups && tile.group + kGroups <= o.whole_groups && !o.share_columns) {
+      if (warp == 1)
+        fill<Layout>(o, shared, stage, [&](uint32_t at, uint32_t full, int32_t k) {
+          ptx::copy_5d(at + Layout::kHiddenBytes, &o.tile, full, k, 0, tile.group);
+        });
+      else
+        stage.skip(o.k_blocks);
+    } else if (warp <= tile.groups) {
+      fill<Layout>(o, shared, stage, [&](uint32_t at, uint32_t full, int32_t k) {
+#pragma unroll 1
+        for (int32_t a = warp - 1; a < tile.groups; a += 3)
+          copy_group<Layout>(o, at + Layout::kHiddenBytes + a * Layout::kGroupBytes, full, k, tile.group + a, rank);
+      });
+    } else {
+      stage.skip(o.k_blocks);
     }
   }
 }
 
-// Each warp tells both CTAs that it is done with a stage: the hidden tile there came from both.
+// Each warp tells both CTAs that it is done with a stage: what lies there came from both.
 VS_DEVICE void release(uint32_t empty, uint32_t stage) {
   const int lane = ptx::thread() % 32;
   if (lane < 2) ptx::mbarrier_arrive_at(empty + 8 * stage, lane);
 }
 
-template <class Element, int kMBlocks, int kGroups>
-VS_DEVICE void multiply(Accumulator<kMBlocks, kGroups>& acc, const Operands& o, uint32_t shared, Stage& stage,
+template <class Element, int kMBlocks, int kGroups, int kRing>
+VS_DEVICE void multiply(Accumulator<kMBlocks, kGroups>& acc, const Operands& o, uint32_t shared, Stage<kRing>& stage,
                         int4& tile, const int4* tile_entry) {
-  using Layout = Ring<kMBlocks, kGroups>;
+  using Layout = Ring<kMBlocks, kGroups, kRing>;
   uint32_t before = 0;
   for (int32_t block = 0; block < o.k_blocks; ++block) {
     ptx::mbarrier_wait(shared + Layout::kFull + 8 * stage.index, stage.parity);
     if (block == 0) tile = *tile_entry;
     const uint32_t at = shared + stage.index * Layout::kStageBytes;
-    const uint64_t a = wgmma_descriptor(at), b = wgmma_descriptor(at + Layout::kHiddenBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k)
 #pragma unroll
       for (int m = 0; m < kMBlocks; ++m)
-        Wgmma<Element, kGroups * kGroupColumns>::run(acc.d[m], a + 512 * m + 2 * k, b + 2 * k, block + k);
+        Wgmma<Element, kGroups * kGroupColumns>::run(acc.d[m], wgmma_descriptor(at, 512 * m + 2 * k),
+                                                     wgmma_descriptor(at + Layout::kHiddenBytes, 2 * k),
+                                                     k > 0 ? 1 : block);
     ptx::wgmma_commit();
     if (block > 0) {
       ptx::wgmma_wait<1>();
@@ -137,20 +178,18 @@ VS_DEVICE void multiply(Accumulator<kMBlocks, kGroups>& acc, const Operands& o, 
   }
 }
 
-// By both consumers: each takes every other of `count` tiles, and `finish(acc, tile)` makes of it what the kernel is
-// for. tile is {block of rows, first group, groups, -}.
-template <class Element, int kMBlocks, int kGroups, class Finish>
+// By both consumers: each takes every other of `count` tiles, and `finish(acc, tile, more)` makes of it what the kernel
+// is for. tile is {block of rows, first group, groups, place}, `more` says that the other consumer has the next one.
+template <class Element, int kMBlocks, int kGroups, int kRing = kStages, class Finish>
 VS_DEVICE void take_turns(const Operands& o, const char* base, uint32_t shared, int32_t count, const Finish& finish) {
-  using Layout = Ring<kMBlocks, kGroups>;
-  const int consumer = threadIdx.x / kWarpgroup - 1;
+  using Layout = Ring<kMBlocks, kGroups, kRing>;
+  const int consumer = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup)) - 1;
   const int4* tiles = reinterpret_cast<const int4*>(base + Layout::kTiles);
   if (consumer == 1 && count > 0) ptx::barrier_arrive(kTurn, 2 * kWarpgroup);
 
   for (int32_t i = consumer; i < count; i += 2) {
-    const uint32_t step = static_cast<uint32_t>(i) * o.k_blocks;
-    Stage stage;
-    stage.index = step % kStages;
-    stage.parity = (step / kStages) & 1;
+    Stage<kRing> stage;
+    stage.skip(i * o.k_blocks);
     Accumulator<kMBlocks, kGroups> acc;
     int4 tile;
     ptx::barrier_sync(kTurn + i % 2, 2 * kWarpgroup);
@@ -158,8 +197,8 @@ VS_DEVICE void take_turns(const Operands& o, const char* base, uint32_t shared, 
     if (i + 1 < count) ptx::barrier_arrive(kTurn + 1 - i % 2, 2 * kWarpgroup);
     ptx::wgmma_wait<0>();
     acc.settle();
-    release(shared + Layout::kEmpty, stage.index == 0 ? kStages - 1 : stage.index - 1);
-    if (tile.z > 0) finish(acc, tile);
+    release(shared + Layout::kEmpty, stage.index == 0 ? kRing - 1 : stage.index - 1);
+    finish(acc, tile, i + 1 < count);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "contract.h"
-#include "sm90/lanes.h"
+#include "sm90/check.h"
 #include "sm90/merge.h"
+#include "sm90/ptx.h"
 
 namespace vocabshard::sm90 {
 
@@ -23,32 +24,35 @@ VS_DEVICE void merge_warp(Partial& p) {
   }
 }
 
-// kRowThreads threads look through the partials of one row: 16 a cluster (2 CTAs, 2 consumers, 4 lanes of a quad).
+// kRowThreads threads look through the partials of one row: those of the CTAs that had its block of rows.
 template <bool kEntropy, int kRowThreads>
 __global__ void __launch_bounds__(kThreads)
-    merge_lanes(const char* lanes, const Schedule schedule, int m_blocks, int64_t place_bytes, const RowWork work,
-                const float* target_y, int64_t* records, int64_t record_stride) {
+    merge_clusters(const int64_t* partials, const Schedule schedule, int block_rows, const RowWork work,
+                   const float* target_y, int64_t* records, int64_t record_stride) {
   __shared__ Partial of_warp[kThreads / 32];
+  ptx::grid_launch_next();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
-  const int32_t m = static_cast<int32_t>(row / (64 * m_blocks));
-  const int in_block = static_cast<int>(row % (64 * m_blocks)), in_16 = in_block % 16;
-  const int row_group = 2 * (in_block / 64) + in_16 / 8, warp = in_block % 64 / 16;
-  const int64_t parts = kLaneParts<kEntropy> * kLanePartBytes;
-  const int64_t inside = (warp * 2 * m_blocks + row_group) * parts + in_16 % 8 * 4 * 16;
+  const int32_t block = static_cast<int32_t>(row / block_rows);
+  const int32_t unit = schedule.share_columns ? block / 2 : block, ctas = schedule.share_columns ? 1 : 2;
+  constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
 
   Partial p = partial_identity();
+  int64_t target = -1;
+  ptx::grid_wait();
   if (row < work.rows) {
-    // clusters that may have this block of rows
+    target = work.target_ids[row] - work.vocab_start;
+    // clusters that may have this unit
     const int64_t per = schedule.clusters;
-    const int32_t first = schedule.m_tiles == 1 ? 0 : max(static_cast<int32_t>(m * per / schedule.m_tiles) - 1, 0);
-    const int32_t last = schedule.m_tiles == 1
+    const int32_t first = schedule.units == 1 ? 0 : max(static_cast<int32_t>(unit * per / schedule.units) - 1, 0);
+    const int32_t last = schedule.units == 1
                              ? schedule.clusters - 1
-                             : min(static_cast<int32_t>((m + 1) * per / schedule.m_tiles) + 1, schedule.clusters - 1);
-    for (int32_t i = threadIdx.x % kRowThreads; i < 16 * (last - first + 1); i += kRowThreads) {
-      const int32_t cluster = first + i / 16, home = m_first(schedule, cluster);
-      if (m < home || m > m_last(schedule, cluster)) continue;
-      const int64_t place = (static_cast<int64_t>(cluster) * 4 + i % 16 / 4) * most_m(schedule) + (m - home);
-      partial_merge(p, lane_partial<kEntropy>(lanes + place * place_bytes + inside + i % 4 * 16));
+                             : min(static_cast<int32_t>((unit + 1) * per / schedule.units) + 1, schedule.clusters - 1);
+    for (int32_t i = threadIdx.x % kRowThreads; i < ctas * (last - first + 1); i += kRowThreads) {
+      const int32_t cluster = first + i / ctas, rank = schedule.share_columns ? block % 2 : i % 2;
+      const int32_t home = first_unit(schedule, cluster);
+      if (unit < home || unit > last_unit(schedule, cluster)) continue;
+      const int64_t place = (2ll * cluster + rank) * places(schedule) + (unit - home);
+      partial_merge(p, record_load<kEntropy>(partials + place * kWords * block_rows + row % block_rows, block_rows));
     }
   }
   merge_warp<kEntropy>(p);
@@ -59,7 +63,6 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 1; i < kRowThreads / 32; ++i) partial_merge(p, of_warp[threadIdx.x / 32 + i]);
   }
   if (threadIdx.x % kRowThreads != 0 || row >= work.rows) return;
-  const int64_t target = work.target_ids[row] - work.vocab_start;
   if (target >= 0 && target < work.valid) p.y_target = target_y[row];
   partial_finish(p);
   record_store<kEntropy>(records + row, record_stride, p);
@@ -78,25 +81,24 @@ __global__ void __launch_bounds__(kThreads)
   record_store<kEntropy>(records + row, record_stride, p);
 }
 
-template <bool kEntropy>
-void launch_lanes(const WgmmaParams& p, int m_blocks, int64_t* records, int64_t record_stride, cudaStream_t stream) {
-  const int64_t place = lanes_place_bytes(m_blocks, kEntropy), rows = p.work.rows;
-  if (p.schedule.m_tiles <= 4)  // many clusters a row
-    merge_lanes<kEntropy, kThreads><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
-        p.lanes, p.schedule, m_blocks, place, p.work, p.target_y, records, record_stride);
-  else
-    merge_lanes<kEntropy, 32><<<static_cast<unsigned>((rows + 7) / 8), kThreads, 0, stream>>>(
-        p.lanes, p.schedule, m_blocks, place, p.work, p.target_y, records, record_stride);
+template <bool kEntropy, int kRowThreads>
+void launch_clusters(const WgmmaParams& p, int m_blocks, int64_t* records, int64_t record_stride, cudaStream_t stream) {
+  constexpr int kRows = kThreads / kRowThreads;
+  launch_behind(merge_clusters<kEntropy, kRowThreads>, (p.work.rows + kRows - 1) / kRows, kThreads, stream, p.partials,
+                p.schedule, 64 * m_blocks, p.work, p.target_y, records, record_stride);
 }
 
 }  // namespace
 
-void launch_merge_lanes(const WgmmaParams& p, int m_blocks, bool entropy, int64_t* records, int64_t record_stride,
-                        cudaStream_t stream) {
+void launch_merge_clusters(const WgmmaParams& p, int m_blocks, bool entropy, int64_t* records, int64_t record_stride,
+                           cudaStream_t stream) {
+  const bool many = p.schedule.units == 1;  // clusters a row
   if (entropy)
-    launch_lanes<true>(p, m_blocks, records, record_stride, stream);
+    many ? launch_clusters<true, 128>(p, m_blocks, records, record_stride, stream)
+         : launch_clusters<true, 32>(p, m_blocks, records, record_stride, stream);
   else
-    launch_lanes<false>(p, m_blocks, records, record_stride, stream);
+    many ? launch_clusters<false, 128>(p, m_blocks, records, record_stride, stream)
+         : launch_clusters<false, 32>(p, m_blocks, records, record_stride, stream);
 }
 
 void launch_merge_splits(const int64_t* split_records, int splits, int32_t rows, bool entropy, int64_t* records,

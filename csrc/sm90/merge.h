@@ -9,15 +9,14 @@
 
 namespace vocabshard::sm90 {
 
-// Bytes of the partials of one block of rows of one consumer.
-constexpr int64_t lanes_place_bytes(int m_blocks, bool entropy) { return 4 * (2 * m_blocks) * (entropy ? 4 : 2) * 512; }
-inline int64_t lanes_bytes(const Schedule& s, int m_blocks, bool entropy) {
-  return static_cast<int64_t>(s.clusters) * 4 * most_m(s) * lanes_place_bytes(m_blocks, entropy);
+// Bytes of WgmmaParams::partials.
+inline int64_t partials_bytes(const Schedule& s, int m_blocks, int64_t record_words) {
+  return static_cast<int64_t>(s.clusters) * 2 * places(s) * record_words * (64 * m_blocks) * 8;
 }
 
-// `records` points at the first of these rows; words are record_stride apart.
-void launch_merge_lanes(const WgmmaParams& p, int m_blocks, bool entropy, int64_t* records, int64_t record_stride,
-                        cudaStream_t stream);
+// `records` points at the first of these rows; words are record_stride apart. To be launched right behind the forward.
+void launch_merge_clusters(const WgmmaParams& p, int m_blocks, bool entropy, int64_t* records, int64_t record_stride,
+                           cudaStream_t stream);
 
 // Partials in the form of records, [splits][words][rows]. None: the identity.
 void launch_merge_splits(const int64_t* split_records, int splits, int32_t rows, bool entropy, int64_t* records,

@@ -39,10 +39,11 @@ struct WgmmaShape {
 
 // hidden and weight as the tensor copy engine reads them: see mainloop.cuh.
 struct alignas(128) Operands {
-  CUtensorMap hidden;    // {D, N}, box {64, half a block of rows}
-  CUtensorMap tile;      // whole groups of 64 columns permuted, box of a whole tile
-  CUtensorMap group;     // the same, box of one group
-  CUtensorMap tail;      // {D, V_local} as it lies, box {64, 64}: for the last V_local mod 64 columns
+  CUtensorMap hidden;    // {D, N}, box {64, half a block of rows, or a block where columns are shared}
+  CUtensorMap tile;      // whole groups of 64 columns permuted, box of a whole tile; none where columns are shared
+  CUtensorMap group;     // the same, box of one group, or half of it where columns are shared
+  CUtensorMap tail;      // {D, V_local} as it lies, box of a group or half: for the last V_local mod 64 columns
+  bool share_columns;    // the two CTAs of a cluster: the same columns of different rows, else the other way round
   int32_t k_blocks;      // ceil(D / 64)
   int32_t whole_groups;  // V_local / 64
 };
@@ -51,9 +52,8 @@ struct alignas(128) WgmmaParams {
   Operands operands;
   RowWork work;
   Schedule schedule;
-  float* target_y;  // [rows]: written where the target is a valid column here
-  char* lanes;  // the lanes' partials: [clusters][2 CTAs][2 consumers][most_m][4 warps][row groups][parts][32 lanes] 16
-                // bytes
+  float* target_y;    // [rows]: written where the target is a valid column here
+  int64_t* partials;  // [clusters][2 CTAs][places of the schedule][record words][rows of a block]
 };
 
 }  // namespace vocabshard::sm90

@@ -12,11 +12,14 @@ namespace vocabshard::sm90::ptx {
 VS_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Read anew at every use: where accumulators fill the registers, nothing cheap is kept.
-VS_DEVICE int thread() {
-  int x;
+VS_DEVICE uint32_t thread() {
+  uint32_t x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
+
+// The same number in all lanes, and known to be so: addresses made of it stay out of the vector registers.
+VS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
 // ---- barriers in shared memory ----
 
@@ -75,6 +78,12 @@ VS_DEVICE uint32_t cluster_rank() {
 VS_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 VS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
+// ---- grids one behind the other ----
+
+// The next grid may be set up; it waits in grid_wait for this one's end.
+VS_DEVICE void grid_launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+VS_DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- tensor copies ----
 
 VS_DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
@@ -97,11 +106,20 @@ VS_DEVICE void copy_2d_multicast(uint32_t to, const CUtensorMap* map, uint32_t b
       : "memory");
 }
 
-VS_DEVICE void copy_5d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t last) {
+VS_DEVICE void copy_5d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t fourth, int32_t last) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %4, %5}], "
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], "
       "[%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(last)
+      "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(fourth), "r"(last)
+      : "memory");
+}
+
+VS_DEVICE void copy_5d_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t fourth,
+                                 int32_t last, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(fourth), "r"(last), "h"(mask)
       : "memory");
 }
 

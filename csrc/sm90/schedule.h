@@ -1,14 +1,16 @@
 // Which cluster computes which tile, and in what order. Plain integers: the same text runs in a host test.
 //
-// A tile is kMBlocks * 64 rows of hidden by kGroups groups of 64 columns; the two CTAs of a cluster take the same rows
-// and neighbouring columns. A cluster stays at home in few blocks of rows, so that its partials can wait in a private
-// place, written by plain stores, and are merged once at the end. All clusters move through the vocabulary together
-// (its strip is read from L2 by every block of rows).
+// A tile is 64 * m_blocks rows of hidden by up to tile_groups groups of 64 columns. The two CTAs of a cluster share one
+// operand: with an even number of blocks of rows they take neighbouring blocks and the same columns, else the same rows
+// and neighbouring columns. A unit is what a cluster takes of the rows: two blocks, or one.
 //
-// One block of rows (the weights are streamed once): a cluster gets a contiguous range of groups.
-// More: a round is the pair of tiles at one place of the vocabulary; the tile (m, round) has position m * rounds +
-// phase, phase = round * step mod rounds, and cluster c owns the positions [c T / clusters, (c + 1) T / clusters), T
-// all tiles. Loads differ by at most one tile, and at any time all clusters are within a few rounds of each other.
+// A cluster stays at home in at most kPlaces units, so that its partials can wait in shared memory. All clusters move
+// through the vocabulary together (its strip is read from L2 by every unit).
+//
+// One unit (the weights are streamed once): a cluster gets a contiguous range of groups.
+// More: a round is one step through the vocabulary; the tile (unit, round) has position unit * rounds + phase, phase =
+// round * step mod rounds, and cluster c owns the positions [c T / clusters, (c + 1) T / clusters), T all tiles. Loads
+// differ by at most one tile, and at any time all clusters are within a few rounds of each other.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +24,21 @@
 namespace vocabshard::sm90 {
 
 constexpr int kGroupColumns = 64;
+constexpr int kPlaces = 2;
 
 struct Tile {
   int32_t m;       // block of rows
   int32_t group;   // first group of columns
   int32_t groups;  // how many of them there are; 0: nothing for this CTA
+  int32_t place;   // of its unit among the cluster's
 };
 
 struct Schedule {
-  int32_t m_tiles, clusters;
+  int32_t units, clusters;
   int32_t groups;        // 64-column groups of the vocabulary, the last one maybe partial
-  int32_t rounds, step;  // with more than one block of rows
+  int32_t rounds, step;  // with more than one unit
+  int32_t tile_groups;
+  bool share_columns;  // the two CTAs of a cluster: the same columns, else the same rows
 };
 
 VS_SCHEDULE int32_t greatest_common_divisor(int32_t a, int32_t b) {
@@ -44,91 +50,104 @@ VS_SCHEDULE int32_t greatest_common_divisor(int32_t a, int32_t b) {
   return a;
 }
 
+// m_tiles: blocks of rows. They must not be more than most_clusters, or there would be too few places.
 VS_SCHEDULE Schedule make_schedule(int32_t m_tiles, int32_t groups, int32_t tile_groups, int32_t most_clusters) {
-  const int32_t rounds = (groups + 2 * tile_groups - 1) / (2 * tile_groups);
-  const int64_t tiles = m_tiles == 1 ? (groups + 1) / 2 : static_cast<int64_t>(m_tiles) * rounds;
+  const bool share_columns = m_tiles % 2 == 0;
+  const int32_t units = share_columns ? m_tiles / 2 : m_tiles;
+  const int32_t round_groups = share_columns ? tile_groups : 2 * tile_groups;
+  const int32_t rounds = (groups + round_groups - 1) / round_groups;
+  const int64_t tiles = units > 1 ? static_cast<int64_t>(units) * rounds : (share_columns ? groups : (groups + 1) / 2);
   const int32_t clusters = static_cast<int32_t>(tiles < most_clusters ? tiles : most_clusters);
   // A rotation by the length of a cluster's own interval visits it at the most even pace there is.
-  const int32_t even = static_cast<int32_t>(static_cast<int64_t>(rounds) * (m_tiles % clusters) / clusters);
+  const int32_t even = static_cast<int32_t>(static_cast<int64_t>(rounds) * (units % clusters) / clusters);
   int32_t step = even < 1 ? 1 : even;
   for (int32_t away = 0; greatest_common_divisor(rounds, step) != 1; ++away)
     step = (away % 2 == 0 ? even + away / 2 + 1 : (even > away / 2 ? even - away / 2 : 1));
-  return {m_tiles, clusters, groups, rounds, step};
+  return {units, clusters, groups, rounds, step, tile_groups, share_columns};
 }
 
 VS_SCHEDULE int64_t first_position(const Schedule& s, int32_t cluster) {
-  return static_cast<int64_t>(s.m_tiles) * s.rounds * cluster / s.clusters;
+  return static_cast<int64_t>(s.units) * s.rounds * cluster / s.clusters;
 }
 
-// The blocks of rows a cluster may touch are m_first ... m_first + m_count - 1.
-VS_SCHEDULE int32_t m_first(const Schedule& s, int32_t cluster) {
-  return s.m_tiles == 1 ? 0 : static_cast<int32_t>(first_position(s, cluster) / s.rounds);
+// What a cluster keeps partials for, units first_unit ... last_unit.
+VS_SCHEDULE int32_t places(const Schedule& s) { return s.units == 1 ? 1 : kPlaces; }
+VS_SCHEDULE int32_t first_unit(const Schedule& s, int32_t cluster) {
+  return s.units == 1 ? 0 : static_cast<int32_t>(first_position(s, cluster) / s.rounds);
 }
-VS_SCHEDULE int32_t m_last(const Schedule& s, int32_t cluster) {
-  return s.m_tiles == 1 ? 0 : static_cast<int32_t>((first_position(s, cluster + 1) - 1) / s.rounds);
+VS_SCHEDULE int32_t last_unit(const Schedule& s, int32_t cluster) {
+  return s.units == 1 ? 0 : static_cast<int32_t>((first_position(s, cluster + 1) - 1) / s.rounds);
 }
-VS_SCHEDULE int32_t most_m(const Schedule& s) {  // places a cluster needs
-  return s.m_tiles == 1 ? 1 : s.m_tiles / s.clusters + 2;
+
+VS_SCHEDULE int32_t block_of_unit(const Schedule& s, int32_t unit, int32_t rank) {
+  return s.share_columns ? 2 * unit + rank : unit;
+}
+
+// With one unit: the groups of a cluster, and of one of its CTAs.
+VS_SCHEDULE int32_t range_begin(const Schedule& s, int32_t cluster) {
+  return static_cast<int32_t>(static_cast<int64_t>(s.groups) * cluster / s.clusters);
+}
+VS_SCHEDULE int32_t most_groups(const Schedule& s, int32_t cluster) {
+  const int32_t all = range_begin(s, cluster + 1) - range_begin(s, cluster);
+  return s.share_columns ? all : (all + 1) / 2;
 }
 
 // Tiles of each CTA of a cluster.
-VS_SCHEDULE int32_t tile_count(const Schedule& s, int32_t cluster, int32_t tile_groups) {
-  if (s.m_tiles > 1) return static_cast<int32_t>(first_position(s, cluster + 1) - first_position(s, cluster));
-  const int64_t begin = static_cast<int64_t>(s.groups) * cluster / s.clusters;
-  const int64_t end = static_cast<int64_t>(s.groups) * (cluster + 1) / s.clusters;
-  return static_cast<int32_t>(((end - begin + 1) / 2 + tile_groups - 1) / tile_groups);
+VS_SCHEDULE int32_t tile_count(const Schedule& s, int32_t cluster) {
+  if (s.units > 1) return static_cast<int32_t>(first_position(s, cluster + 1) - first_position(s, cluster));
+  return (most_groups(s, cluster) + s.tile_groups - 1) / s.tile_groups;
 }
 
 // The tiles of one CTA, in order.
 class Walk {
  public:
-  VS_SCHEDULE Walk(const Schedule& s, int32_t cluster, int32_t rank, int32_t tile_groups)
-      : schedule_(s), tile_groups_(tile_groups), rank_(rank) {
-    if (s.m_tiles == 1) {
-      const int32_t begin = static_cast<int32_t>(static_cast<int64_t>(s.groups) * cluster / s.clusters);
-      const int32_t end = static_cast<int32_t>(static_cast<int64_t>(s.groups) * (cluster + 1) / s.clusters);
-      const int32_t half = (end - begin + 1) / 2;
-      group_ = begin + rank * half;
-      end_ = group_ + half < end ? group_ + half : end;
+  VS_SCHEDULE Walk(const Schedule& s, int32_t cluster, int32_t rank) : schedule_(s), rank_(rank) {
+    if (s.units == 1) {
+      const int32_t end = range_begin(s, cluster + 1);
+      begin_ = range_begin(s, cluster) + (s.share_columns ? 0 : rank * most_groups(s, cluster));
+      const int32_t most = most_groups(s, cluster);
+      mine_ = end - begin_ < most ? (end > begin_ ? end - begin_ : 0) : most;
+      tiles_ = tile_count(s, cluster);
     } else {
       const int64_t low = first_position(s, cluster), high = first_position(s, cluster + 1);
-      m_low_ = static_cast<int32_t>(low / s.rounds);
+      unit_low_ = static_cast<int32_t>(low / s.rounds);
       phase_low_ = static_cast<int32_t>(low % s.rounds);
-      m_high_ = static_cast<int32_t>(high / s.rounds);
+      unit_high_ = static_cast<int32_t>(high / s.rounds);
       phase_high_ = static_cast<int32_t>(high % s.rounds);
-      m_ = phase_ >= phase_low_ ? m_low_ : m_low_ + 1;
+      unit_ = phase_ >= phase_low_ ? unit_low_ : unit_low_ + 1;
     }
   }
 
   // Call at most tile_count times.
   VS_SCHEDULE Tile next() {
-    Tile tile;
-    if (schedule_.m_tiles == 1) {
-      tile = {0, group_, clamp(end_ - group_)};
-      group_ += tile_groups_;
-      return tile;
+    const Schedule& s = schedule_;
+    if (s.units == 1) {  // tiles as even as they can be: all keep equally many loads in flight
+      const int32_t from = share(tile_), to = share(tile_ + 1);
+      ++tile_;
+      return {block_of_unit(s, 0, rank_), begin_ + from, to - from, 0};
     }
-    while (!(m_ < m_high_ || (m_ == m_high_ && phase_ < phase_high_))) {
+    while (!(unit_ < unit_high_ || (unit_ == unit_high_ && phase_ < phase_high_))) {
       ++round_;
-      phase_ += schedule_.step;
-      if (phase_ >= schedule_.rounds) phase_ -= schedule_.rounds;
-      m_ = phase_ >= phase_low_ ? m_low_ : m_low_ + 1;
+      phase_ += s.step;
+      if (phase_ >= s.rounds) phase_ -= s.rounds;
+      unit_ = phase_ >= phase_low_ ? unit_low_ : unit_low_ + 1;
     }
-    const int32_t group = (2 * round_ + rank_) * tile_groups_;
-    tile = {m_, group, clamp(schedule_.groups - group)};
-    ++m_;
+    const int32_t group = (s.share_columns ? round_ : 2 * round_ + rank_) * s.tile_groups, left = s.groups - group;
+    const int32_t groups = left < 0 ? 0 : (left < s.tile_groups ? left : s.tile_groups);
+    const Tile tile = {block_of_unit(s, unit_, rank_), group, groups, unit_ - unit_low_};
+    ++unit_;
     return tile;
   }
 
  private:
-  VS_SCHEDULE int32_t clamp(int32_t groups) const {
-    return groups < 0 ? 0 : (groups < tile_groups_ ? groups : tile_groups_);
+  VS_SCHEDULE int32_t share(int32_t tile) const {
+    return static_cast<int32_t>(static_cast<int64_t>(mine_) * tile / tiles_);
   }
 
   const Schedule& schedule_;
-  int32_t tile_groups_, rank_;
-  int32_t group_ = 0, end_ = 0;
-  int32_t m_low_ = 0, phase_low_ = 0, m_high_ = 0, phase_high_ = 0, m_ = 0, round_ = 0, phase_ = 0;
+  int32_t rank_;
+  int32_t begin_ = 0, mine_ = 0, tiles_ = 1, tile_ = 0;
+  int32_t unit_low_ = 0, phase_low_ = 0, unit_high_ = 0, phase_high_ = 0, unit_ = 0, round_ = 0, phase_ = 0;
 };
 
 }  // namespace vocabshard::sm90

@@ -50,22 +50,27 @@ CUtensorMap map_rows(const void* base, bool half_precision, int64_t rows, int64_
 }
 
 CUtensorMap map_groups(const void* base, bool half_precision, int64_t groups, int64_t depth, int64_t row_stride,
-                       int box_groups) {
+                       int box_groups, bool half_group) {
   const cuuint64_t row = 2 * row_stride;
   return encode<5>(base, half_precision, {static_cast<cuuint64_t>(depth), 2, 4, 8, static_cast<cuuint64_t>(groups)},
                    {row, 16 * row, 2 * row, 64 * row},
-                   {static_cast<cuuint32_t>(kDepth), 2, 4, 8, static_cast<cuuint32_t>(box_groups)});
+                   {static_cast<cuuint32_t>(kDepth), 2, 4, half_group ? 4u : 8u, static_cast<cuuint32_t>(box_groups)});
 }
 
 Operands map_operands(const Rows& hidden, const Rows& weight, int64_t depth, bool half_precision,
-                      const WgmmaShape& shape) {
+                      const WgmmaShape& shape, bool share_columns) {
   const int64_t whole_groups = weight.count / kGroupColumns;
   Operands o = {};
-  o.hidden = map_rows(hidden.base, half_precision, hidden.count, depth, hidden.stride, 32 * shape.m_blocks);
-  o.tail = map_rows(weight.base, half_precision, weight.count, depth, weight.stride, kGroupColumns);
+  o.share_columns = share_columns;
+  o.hidden = map_rows(hidden.base, half_precision, hidden.count, depth, hidden.stride,
+                      (share_columns ? 64 : 32) * shape.m_blocks);
+  o.tail = map_rows(weight.base, half_precision, weight.count, depth, weight.stride,
+                    share_columns ? kGroupColumns / 2 : kGroupColumns);
   if (whole_groups > 0) {
-    o.group = map_groups(weight.base, half_precision, whole_groups, depth, weight.stride, 1);
-    o.tile = map_groups(weight.base, half_precision, whole_groups, depth, weight.stride, shape.groups);
+    o.group = map_groups(weight.base, half_precision, whole_groups, depth, weight.stride, 1, share_columns);
+    o.tile = share_columns
+                 ? o.group
+                 : map_groups(weight.base, half_precision, whole_groups, depth, weight.stride, shape.groups, false);
   } else {
     o.group = o.tile = o.tail;
   }

@@ -9,9 +9,9 @@
 namespace vocabshard::sm90 {
 
 // K-major tiles of 64 elements a row, 128-byte swizzle: 8 rows are 1024 bytes (stride 64 in units of 16 bytes).
-// Next 16 elements of k: + 2. Next 64 rows: + 512.
-VS_DEVICE uint64_t wgmma_descriptor(uint32_t shared_address) {
-  return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((shared_address & 0x3ffffu) >> 4);
+// `further` in units of 16 bytes: next 16 elements of k: 2, next 64 rows: 512.
+VS_DEVICE uint64_t wgmma_descriptor(uint32_t shared_address, uint32_t further = 0) {
+  return (1ull << 62) | (64ull << 32) | (((shared_address & 0x3ffffu) >> 4) + (1u << 16) + further);
 }
 
 #define VS_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
