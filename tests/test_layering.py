@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,10 @@ def test_package_imports_nothing_heavy() -> None:
         if path.name.startswith("triton_"):
             continue
         assert not top & set(heavy), f"{path} imports {top & set(heavy)} when it is imported"
+
+
+def test_importing_the_package_imports_no_compiler() -> None:
+    """Torch's own decorators for torch.compile do, for seconds in every process."""
+    code = "import sys, vocabshard; print([m for m in ('torch._dynamo', 'triton', 'sympy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

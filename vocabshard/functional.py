@@ -148,7 +148,7 @@ def linear_logp(
     )
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable would import all of Dynamo here: seconds for every process
 def _outside_the_graph(*operands: Any, **options: Any) -> Tensor | LogpOutput:
     return linear_logp(*operands, **options)
 

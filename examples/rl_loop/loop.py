@@ -1,0 +1,334 @@
+"""A small RL run: a rollout samples from the sharded head at one tensor-parallel degree, a trainer learns at another.
+
+    python examples/rl_loop/loop.py [--steps 60] [--trainer-tp 4] [--rollout-tp 2] [--out run.json]
+
+Ranks 0 ... trainer_tp - 1 train, the others roll out; each side shards the head in its own way. In every step the
+rollout samples responses by Gumbel noise from the logits that the head serves and records each token's log-prob. The
+trainer recomputes it from hidden states, at its own degree and in another batch; before the update K3 = rho - 1 - log
+rho of every token has to be exactly 0. A GRPO update follows, and weights go to the rollout. Beside it runs an ordinary
+scorer (F.linear and log_softmax) of the same hidden states, whose K3 is not 0. The reward of a response is the share of
+its tokens with the letter e.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import Body
+from torch import Tensor
+from torch.nn import functional as F
+
+from vocabshard import LogprobContract, VocabShard, launching, linear_logp, vocab_parallel_logp, weight_fingerprint
+
+HERE = Path(__file__).parent
+PROMPT = 4
+MARGIN = 0.1  # by which the mean reward of the last ten steps has to exceed that of the first ten
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int
+    trainer_tp: int
+    rollout_tp: int
+    groups: int  # prompts a step
+    samples: int  # responses to a prompt
+    response: int  # tokens
+    temperature: float
+    learning_rate: float
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.samples
+
+
+@dataclass
+class Side:
+    """This rank's part: the whole body and a shard of the head."""
+
+    options: Options
+    body: Body
+    head: torch.nn.Parameter  # fp32 [V_local, D]
+    shard: VocabShard
+    trains: bool
+    good: Tensor  # bool [V]: tokens with the letter
+
+    @property
+    def contract(self) -> LogprobContract:
+        """Built alike on both sides; each call is held to it."""
+        return LogprobContract(
+            role="trainer" if self.trains else "rollout",
+            weight_dtype="bf16",
+            real_vocab_size=self.shard.real_vocab_size,
+            temperature=self.options.temperature,
+            outputs=("logp", "logits"),
+        )
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """bf16 [B, L, D], by the one path of both sides."""
+        return self.body.hidden_states(tokens).bfloat16()
+
+
+def token_texts(checkpoint: Path) -> list[str]:
+    vocabulary: dict[str, int] = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def gumbel(side: Side, step: int, position: int) -> Tensor:
+    """fp32 [B, V_local]: the columns of this rank, of noise that does not depend on the sharding."""
+    options, shard = side.options, side.shard
+    g = torch.Generator().manual_seed((options.seed << 40) + (step << 16) + position)
+    uniform = torch.rand(options.rows, shard.padded_vocab_size, generator=g, dtype=torch.float64)
+    noise = -(-(uniform.clamp(min=1e-300).log())).log()
+    return noise[:, shard.start : shard.stop].float().to(side.head.device)
+
+
+def sample(side: Side, logits: Tensor, noise: Tensor) -> Tensor:
+    """int64 [B]: the largest of logits / T + noise over the group, the lowest id of equals."""
+    value, index = (logits / side.options.temperature + noise).max(1)
+    mine = torch.stack([value.double(), (index + side.shard.start).double()]).contiguous()
+    everyone = [torch.empty_like(mine) for _ in range(side.shard.world_size)]
+    dist.all_gather(everyone, mine, group=side.shard.group)
+    both = torch.stack(everyone)  # [W, 2, B]; max takes the first of equals, and ranks stand in order of their ids
+    winner = both[:, 0].max(0).indices
+    return both[:, 1].gather(0, winner[None])[0].long()
+
+
+@torch.no_grad()
+def rollout(side: Side, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens [B, PROMPT + R], and the log-probs of the responses [B, R]: ours and the ordinary scorer's."""
+    options, device = side.options, side.head.device
+    g = torch.Generator().manual_seed((options.seed << 32) + step)
+    prompts = torch.randint(1, side.shard.real_vocab_size, (options.groups, PROMPT), generator=g)
+    prompts[:, 0] = 0  # BOS
+    tokens = torch.zeros(options.rows, PROMPT + options.response, dtype=torch.int64)
+    tokens[:, :PROMPT] = prompts.repeat_interleave(options.samples, 0)
+    tokens = tokens.to(device)
+    weight = side.head.bfloat16()
+    ours, ordinary = [], []
+    for position in range(PROMPT, tokens.shape[1]):
+        last = side.hidden(tokens)[:, position - 1]
+        served = linear_logp(
+            last, weight, tokens[:, 0], shard=side.shard, temperature=options.temperature, return_logits=True,
+            contract=side.contract,
+        )  # fmt: skip
+        tokens[:, position] = sample(side, served.logits, gumbel(side, step, position))
+        scored = vocab_parallel_logp(
+            served.logits, tokens[:, position], shard=side.shard, temperature=options.temperature, strict=True
+        )
+        ours.append(scored.logp)
+        ordinary.append(ordinary_logp(side, last, weight, tokens[:, position]))
+    return tokens, torch.stack(ours, 1), torch.stack(ordinary, 1)
+
+
+def ordinary_logp(side: Side, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """What a vocabulary-parallel trainer or engine ordinarily does: a library product, then log_softmax over ranks."""
+    logits = F.linear(hidden, weight).float() / side.options.temperature
+    logits = logits[:, : side.shard.valid]
+    group = side.shard.group
+    maximum = logits.amax(1)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    total = (logits - maximum[:, None]).exp().sum(1)
+    local = targets - side.shard.start
+    here = (local >= 0) & (local < side.shard.valid)
+    found = torch.where(here, logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0], 0.0)
+    both = torch.stack([total, found])
+    dist.all_reduce(both, group=group)
+    return both[1] - maximum - both[0].log()
+
+
+def k3(new: Tensor, old: Tensor) -> Tensor:
+    difference = new.double() - old.double()
+    return difference.exp() - 1 - difference
+
+
+def score(side: Side, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs [B, R] of the responses, differentiable; their hidden states and targets."""
+    hidden = side.hidden(tokens)[:, PROMPT - 1 : -1]
+    targets = tokens[:, PROMPT:]
+    logp = linear_logp(
+        hidden, side.head.bfloat16(), targets, shard=side.shard, temperature=side.options.temperature,
+        contract=side.contract,
+    )  # fmt: skip
+    assert isinstance(logp, Tensor)
+    return logp, hidden, targets
+
+
+def update(side: Side, logp: Tensor, old: Tensor, rewards: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """GRPO: advantages within a prompt's samples, the clipped ratio of PPO."""
+    grouped = rewards.view(side.options.groups, side.options.samples)
+    advantage = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)
+    advantage = advantage.view(-1, 1)
+    ratio = (logp - old).exp()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def send_weights(side: Side, bounds: list[tuple[int, int]]) -> None:
+    """From the trainer's ranks to the rollout's, which cut the head elsewhere. Collective over the world."""
+    flat = torch.cat([p.reshape(-1) for p in side.body.parameters()])
+    dist.broadcast(flat, 0)
+    pieces = flat.split([p.numel() for p in side.body.parameters()])
+    for parameter, piece in zip(side.body.parameters(), pieces, strict=True):
+        parameter.copy_(piece.view_as(parameter))
+    width = side.head.shape[1]
+    rows = []
+    for rank, (start, stop) in enumerate(bounds):
+        own = side.trains and side.shard.start == start and side.shard.stop == stop
+        piece = side.head.detach().clone() if own else side.head.new_empty(stop - start, width)
+        dist.broadcast(piece, rank)
+        rows.append(piece)
+    if not side.trains:
+        side.head.copy_(torch.cat(rows)[side.shard.start : side.shard.stop])
+
+
+def train_step(side: Side, step: int, bounds: list[tuple[int, int]], optimizer: Any) -> dict[str, Any] | None:
+    """One step of this rank; the first trainer's rank returns what is recorded. Collective over the world."""
+    options, device, first_rollout = side.options, side.head.device, side.options.trainer_tp
+    send_weights(side, bounds)
+    version = weight_fingerprint(side.head, side.shard)
+    versions: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(versions, version)
+    assert len(set(versions)) == 1, f"the sides hold different versions of the head: {versions}"
+    started = time.perf_counter()
+    shape = (options.rows, options.response)
+    tokens = torch.zeros(options.rows, PROMPT + options.response, dtype=torch.int64, device=device)
+    scores = torch.zeros(2, *shape, device=device)
+    if not side.trains:
+        tokens, ours, ordinary = rollout(side, step)
+        scores = torch.stack([ours, ordinary])
+    dist.broadcast(tokens, first_rollout)
+    dist.broadcast(scores, first_rollout)
+    rollout_seconds = time.perf_counter() - started
+    if not side.trains:
+        return None
+    started = time.perf_counter()
+    logp, hidden, targets = score(side, tokens)
+    ours, ordinary = scores
+    with torch.no_grad():
+        wrong = int((logp.view(torch.int32) != ours.view(torch.int32)).sum())
+        largest = float(k3(logp, ours).abs().max())
+        again = ordinary_logp(side, hidden.flatten(0, 1), side.head.bfloat16(), targets.flatten()).view(shape)
+        rewards = side.good[targets].float().mean(1)
+    score_seconds = time.perf_counter() - started
+    update(side, logp, ours, rewards, optimizer)
+    if side.shard.rank:
+        return None
+    return {
+        "step": step,
+        "reward": float(rewards.mean()),
+        "differing": wrong,
+        "k3_max": largest,
+        "ordinary_differing": int((again.view(torch.int32) != ordinary.view(torch.int32)).sum()),
+        "ordinary_k3_mean": float(k3(again, ordinary).mean()),
+        "ordinary_k3_max": float(k3(again, ordinary).max()),
+        "weight": version,
+        "rollout_tokens_per_s": options.rows * options.response / rollout_seconds,
+        "score_seconds": score_seconds,
+        "update_seconds": time.perf_counter() - started - score_seconds,
+    }
+
+
+def summarise(options: Options, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    first, last = (sum(s["reward"] for s in part) / len(part) for part in (steps[:10], steps[-10:]))
+    tokens = len(steps) * options.rows * options.response
+    return {
+        "steps": len(steps),
+        "tokens": tokens,
+        "trainer_tp": options.trainer_tp,
+        "rollout_tp": options.rollout_tp,
+        "differing_tokens": sum(s["differing"] for s in steps),
+        "k3_max": max(s["k3_max"] for s in steps),
+        "ordinary_differing_tokens": sum(s["ordinary_differing"] for s in steps),
+        "ordinary_k3_mean": sum(s["ordinary_k3_mean"] for s in steps) / len(steps),
+        "ordinary_k3_max": max(s["ordinary_k3_max"] for s in steps),
+        "reward_first_10": first,
+        "reward_last_10": last,
+        "margin": MARGIN,
+        "versions": len({s["weight"] for s in steps}),
+        "rollout_tokens_per_s": sum(s["rollout_tokens_per_s"] for s in steps) / len(steps),
+        "score_seconds": sum(s["score_seconds"] for s in steps) / len(steps),
+    }
+
+
+def run_rank(options: Options, checkpoint: Path, out: Path | None, quiet: bool) -> None:
+    ranks = launching.init_from_env()
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)
+    sides = [list(range(options.trainer_tp)), list(range(options.trainer_tp, ranks.world_size))]
+    groups = [dist.new_group(side) for side in sides]
+    trains = ranks.rank < options.trainer_tp
+    body = Body(checkpoint).to(ranks.device)
+    texts = token_texts(checkpoint)
+    real = body.config.get("real_vocab_size", body.config["vocab_size"])
+    # each side pads to its own degree, as trainers and engines do
+    shard = VocabShard.split(real, groups[0 if trains else 1], pad_to_multiple_of=128)
+    padded = torch.zeros(shard.padded_vocab_size, body.head.shape[1])
+    padded[:real] = body.head[:real]
+    head = torch.nn.Parameter(padded[shard.start : shard.stop].to(ranks.device))
+    good = torch.zeros(shard.padded_vocab_size, dtype=torch.bool)
+    good[: len(texts)] = torch.tensor(["e" in text for text in texts])
+    side = Side(options, body, head, shard, trains, good.to(ranks.device))
+    everyone: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyone, (shard.start, shard.stop))
+    bounds = everyone[: options.trainer_tp]
+    optimizer = torch.optim.Adam([*body.parameters(), head], lr=options.learning_rate) if trains else None
+    steps = []
+    for step in range(options.steps):
+        found = train_step(side, step, bounds, optimizer)
+        if found is not None:
+            steps.append(found)
+            if not quiet:
+                print(
+                    f"step {step:3d}  reward {found['reward']:.3f}  K3 {found['k3_max']:g} ({found['differing']} tokens "
+                    f"differ)  ordinary K3 {found['ordinary_k3_mean']:.2e} ({found['ordinary_differing']} differ)",
+                    flush=True,
+                )
+    if ranks.rank == 0:
+        summary = summarise(options, steps)
+        if not quiet:
+            print(json.dumps(summary, indent=1))
+        if out is not None:
+            out.write_text(json.dumps({"summary": summary, "steps": steps}) + "\n")
+    del side, shard, groups
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Starts the ranks; in one of them, runs it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--trainer-tp", type=int, default=4)
+    parser.add_argument("--rollout-tp", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=4, help="prompts a step")
+    parser.add_argument("--samples", type=int, default=8, help="responses to a prompt")
+    parser.add_argument("--response", type=int, default=12, help="tokens of a response")
+    parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, default=HERE.parent / "tiny_lm")
+    parser.add_argument("--out", type=Path, help="where the record of the run goes, JSON")
+    parser.add_argument("--quiet", action="store_true")
+    args = vars(parser.parse_args())
+    checkpoint, out, quiet = args.pop("checkpoint"), args.pop("out"), args.pop("quiet")
+    options = Options(**args)
+    if "RANK" not in os.environ:
+        return launching.run(options.trainer_tp + options.rollout_tp, [__file__, *sys.argv[1:]])
+    run_rank(options, checkpoint, out, quiet)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
