@@ -36,6 +36,8 @@ MARGIN = 0.1  # by which the mean reward of the last ten steps has to exceed tha
 
 @dataclass(frozen=True)
 class Options:
+    """What a run depends on, beside the checkpoint."""
+
     steps: int
     trainer_tp: int
     rollout_tp: int
@@ -48,6 +50,7 @@ class Options:
 
     @property
     def rows(self) -> int:
+        """Responses of a step."""
         return self.groups * self.samples
 
 
@@ -79,6 +82,7 @@ class Side:
 
 
 def token_texts(checkpoint: Path) -> list[str]:
+    """The tokenizer's entries, by id."""
     vocabulary: dict[str, int] = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
     return sorted(vocabulary, key=vocabulary.__getitem__)
 
@@ -147,6 +151,7 @@ def ordinary_logp(side: Side, hidden: Tensor, weight: Tensor, targets: Tensor) -
 
 
 def k3(new: Tensor, old: Tensor) -> Tensor:
+    """rho - 1 - log rho of each token, fp64."""
     difference = new.double() - old.double()
     return difference.exp() - 1 - difference
 
@@ -242,6 +247,7 @@ def train_step(side: Side, step: int, bounds: list[tuple[int, int]], optimizer: 
 
 
 def summarise(options: Options, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run in a few numbers."""
     first, last = (sum(s["reward"] for s in part) / len(part) for part in (steps[:10], steps[-10:]))
     tokens = len(steps) * options.rows * options.response
     return {
@@ -264,6 +270,7 @@ def summarise(options: Options, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_rank(options: Options, checkpoint: Path, out: Path | None, quiet: bool) -> None:
+    """All steps of one rank; the first one prints and writes."""
     ranks = launching.init_from_env()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
@@ -292,8 +299,8 @@ def run_rank(options: Options, checkpoint: Path, out: Path | None, quiet: bool) 
             steps.append(found)
             if not quiet:
                 print(
-                    f"step {step:3d}  reward {found['reward']:.3f}  K3 {found['k3_max']:g} ({found['differing']} tokens "
-                    f"differ)  ordinary K3 {found['ordinary_k3_mean']:.2e} ({found['ordinary_differing']} differ)",
+                    f"step {step:3d}  reward {found['reward']:.3f}  K3 {found['k3_max']:g} (differing {found['differing']})  "
+                    f"ordinary K3 {found['ordinary_k3_mean']:.2e} (differing {found['ordinary_differing']})",
                     flush=True,
                 )
     if ranks.rank == 0:

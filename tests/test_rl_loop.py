@@ -1,0 +1,42 @@
+"""L5: an RL run in which every log-prob recorded at rollout is recomputed in training to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+LOOP = Path(__file__).parent.parent / "examples" / "rl_loop" / "loop.py"
+
+
+def run(tmp_path: Path, *options: str) -> tuple[dict, list[dict]]:
+    out = tmp_path / "run.json"
+    done = subprocess.run(
+        [sys.executable, str(LOOP), "--quiet", "--out", str(out), *options], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    return found["summary"], found["steps"]
+
+
+def check(summary: dict, steps: list[dict], count: int) -> None:
+    assert len(steps) == count and summary["trainer_tp"] != summary["rollout_tp"]
+    assert all(step["k3_max"] == 0 and step["differing"] == 0 for step in steps), "K3 of every token is exactly 0"
+    assert summary["versions"] == count, "each step has weights of its own"
+    assert summary["ordinary_differing_tokens"] > 0 and summary["ordinary_k3_max"] > 0
+    assert summary["reward_last_10"] > summary["reward_first_10"] + summary["margin"]
+
+
+def test_fifty_steps(tmp_path: Path) -> None:
+    options = ("--steps", "50", "--trainer-tp", "4", "--rollout-tp", "1", "--groups", "2", "--response", "6")
+    check(*run(tmp_path, *options), 50)
+
+
+@pytest.mark.needs("sm90")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    assert torch.cuda.is_available()
+    check(*run(tmp_path, "--steps", "30", "--trainer-tp", "4", "--rollout-tp", "2"), 30)
