@@ -57,12 +57,13 @@ def test_l1_and_l2_on_a_gpu() -> None:
 
 
 @pytest.mark.needs("sm90", "triton")
-@pytest.mark.parametrize("layout", [QWEN3_8B, LLAMA3_8B, LLAMA3_70B], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "layout, dtype", [(QWEN3_8B, "bf16"), (QWEN3_8B, "fp16"), (LLAMA3_8B, "bf16"), (LLAMA3_70B, "bf16")], ids=str
+)
 def test_l3_on_a_gpu(layout, dtype: str) -> None:
     check(levels.entries(CUDA, layout, layout.rows, layout.hidden_size, dtype), ordinary=True)
 
 
 @pytest.mark.needs("sm90")
 def test_l4_on_a_gpu() -> None:
-    check(record.across_processes(CUDA, (1, 2, 3, 4), rows=256, depth=4096, columns=151936))
+    check(record.across_processes(CUDA, (1, 3, 4), rows=256, depth=2048, columns=50257))

@@ -32,8 +32,8 @@ def check(summary: dict, steps: list[dict], count: int) -> None:
 
 
 def test_fifty_steps(tmp_path: Path) -> None:
-    options = ("--steps", "50", "--trainer-tp", "4", "--rollout-tp", "1", "--groups", "2", "--response", "6")
-    check(*run(tmp_path, *options), 50)
+    small = ("--groups", "2", "--samples", "4", "--response", "6")
+    check(*run(tmp_path, "--steps", "50", "--trainer-tp", "4", "--rollout-tp", "1", *small), 50)
 
 
 @pytest.mark.needs("sm90")
