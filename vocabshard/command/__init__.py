@@ -106,13 +106,33 @@ def build_parser() -> argparse.ArgumentParser:
         help="what is built, which backend serves what, and whether this machine gives the contract's bytes",
         description="Exit code 0: the contract holds on this machine; 1: it does not.",
     )
+
+    validate = commands.add_parser(
+        "validate",
+        help="climb the ladder on this machine: repeat, batch and sharding, entries and backends, processes, an RL run",
+        description="Counts rows whose bytes differ. Exit code 0: none did; 1: some did.",
+    )
+    validate.add_argument(
+        "--levels", type=_levels, default=["L1", "L2", "L3", "L4", "L5"], metavar="L1,...", help="default: all five"
+    )
+    validate.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, where there is one")
+    validate.add_argument("--rl-loop", metavar="LOOP.py", help="the script of L5 (default: examples/rl_loop/loop.py)")
+    validate.add_argument("--out", metavar="FILE.json", help="where the result goes")
+    validate.add_argument("--plot", metavar="FILE.png", help="a picture of it")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 1 (`compare`: different, `doctor`: broken) or 2 (bad input).
+def _levels(text: str) -> list[str]:
+    chosen = text.split(",")
+    if wrong := [level for level in chosen if level not in ("L1", "L2", "L3", "L4", "L5")]:
+        raise argparse.ArgumentTypeError(f"expected some of L1 ... L5 separated by commas, got {wrong[0]!r}")
+    return chosen
 
-    Bad input is one line on stderr.
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, 1 (`compare`, `validate`: different, `doctor`: broken) or 2.
+
+    2 is bad input, one line on stderr.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -125,6 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from vocabshard.command.doctor import doctor
 
             return doctor()
+        if args.command == "validate":
+            from vocabshard.command.validate import validate
+
+            return validate(args)
         from vocabshard.command.compare import compare
 
         return compare(args)

@@ -51,6 +51,37 @@ def plot_ratios(log_ratios: Sequence[float], path: Path, title: str) -> None:
     _save(figure, path)
 
 
+def plot_ladder(result: dict[str, Any], path: Path) -> None:
+    """Shares of rows that differ, ours and an ordinary log_softmax's; and the RL run, step by step."""
+    rungs, rl = result["rungs"], result["rl"]
+    figure, axes = _figure(3 if rl else 1, 3.0)
+    places = range(len(rungs))
+    for offset, name, prefix in ((-0.2, "vocabshard", ""), (0.2, "ordinary log_softmax", "ordinary_")):
+        shares = [rung[f"{prefix}differing"] / max(1, rung[f"{prefix}rows"]) for rung in rungs]
+        axes[0].barh([place + offset for place in places], shares, height=0.35, label=name)
+    names = [f"{rung['level']}: {rung['differing']} of {rung['rows']} rows" for rung in rungs]
+    axes[0].set_yticks(list(places), names)
+    axes[0].invert_yaxis()
+    speed = result["speed"]
+    decode = ", ".join(f"{rate:.0f} at {batch}" for batch, rate in speed["decode_tokens_per_s"].items())
+    axes[0].set(
+        title=f"{result['contract']} on {result['device']}\nhead D {speed['D']}, V {speed['V']}: decode tokens/s "
+        f"{decode}; scoring {speed['score_rows']} rows {speed['score_seconds'] * 1e3:.3g} ms",
+        xlabel="share of rows that differ",
+    )
+    axes[0].legend()
+    if rl:
+        steps = [step["step"] for step in rl["steps"]]
+        axes[1].plot(steps, [step["k3_max"] for step in rl["steps"]], label="vocabshard")
+        axes[1].plot(steps, [step["ordinary_k3_max"] for step in rl["steps"]], label="ordinary log_softmax")
+        axes[1].set_yscale("symlog", linthresh=1e-16)
+        axes[1].set(xlabel="step of the RL run", ylabel="largest K3 before the update")
+        axes[1].legend()
+        axes[2].plot(steps, [step["reward"] for step in rl["steps"]])
+        axes[2].set(xlabel="step of the RL run", ylabel="mean reward")
+    _save(figure, path)
+
+
 def _figure(rows: int, height: float) -> tuple[Any, Sequence[Any]]:
     """A figure without a window system, and its axes from top to bottom."""
     require("matplotlib", "plot")
