@@ -138,3 +138,36 @@ def test_a_tied_weight_of_other_padding_is_refused(ranks: Ranks) -> None:
         pytest.skip("one rank")
     with pytest.raises(ValueError, match="give both modules the same sizes, group and pad_to_multiple_of"):
         vs.VocabParallelLMHead(D, V, dist.group.WORLD, weight=embedding.weight, pad_to_multiple_of=2048)
+
+
+def test_vocabularies_smaller_than_a_tile(ranks: Ranks, groups, tmp_path_factory) -> None:
+    """All but the first rank hold padding alone: scores, embeddings, training and checkpoints as on one rank."""
+    paths = [str(tmp_path_factory.mktemp("small"))]
+    dist.broadcast_object_list(paths)
+    ids, width = torch.tensor([0, 7, 3], device=ranks.device), 1
+    for size, group in members(ranks, groups):
+        torch.manual_seed(1)
+        embedding = vs.VocabParallelEmbedding(8, width, group, init_std=1.0, device=ranks.device)
+        head = vs.VocabParallelLMHead(width, 8, group, weight=embedding.weight, device=ranks.device)
+        full = [embedding.weight.detach().clone()]
+        dist.broadcast(full[0], dist.get_global_rank(group, 0), group=group)
+        assert_same_bytes(embedding(ids), full[0][ids])
+        logp = head(embedding(ids), ids)
+        assert_same_bytes(logp, vs.linear_logp(full[0][ids], full[0][:8], ids))
+        (-logp.mean()).backward()
+        assert embedding.weight.grad[head.shard.valid :].count_nonzero() == 0
+        dcp.save(head.sharded_state_dict(), checkpoint_id=f"{paths[0]}/{size}", process_group=group)
+        other = vs.VocabParallelLMHead(width, 8, group, device=ranks.device)
+        dcp.load(other.sharded_state_dict(), checkpoint_id=f"{paths[0]}/{size}", process_group=group)
+        assert_same_bytes(other.weight, head.weight, f"W = {size}")
+
+
+def test_sizes_that_differ_are_an_error_on_every_rank(ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        pytest.skip("one rank")
+    with pytest.raises(ValueError, match="do not agree on real_vocab_size"):
+        vs.VocabParallelLMHead(D, V + ranks.rank, dist.group.WORLD, device=ranks.device)
+    other = dist.new_group([0])
+    if ranks.rank:
+        with pytest.raises(ValueError, match="not a member of tp_group"):
+            vs.VocabParallelLMHead(D, V, other, device=ranks.device)
