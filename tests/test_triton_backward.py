@@ -19,7 +19,7 @@ from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, 
 from vocabshard.testing.compare import assert_same_bytes
 
 if importlib.util.find_spec("triton"):  # conftest.py says why, where there is none
-    from vocabshard.kernels import triton_backward
+    from vocabshard.kernels import triton_backward, triton_linear
     from vocabshard.kernels.triton_config import DLOGITS, PRODUCTS, SCRATCH_BYTES, STRIDED, GradLaunch, grad_launch
 
 pytestmark = [
@@ -238,3 +238,32 @@ def test_scratch_is_bounded_and_blocks_fit() -> None:
     launch = grad_launch(4096, 131072, 2048, "descriptors", 2, False, False, 132)
     assert launch.of_hidden is PRODUCTS["large"][0] and launch.of_weight is PRODUCTS["large"][0]
     assert grad_launch(64, 131072, 2048, "descriptors", 2, False, False, 132).of_hidden is PRODUCTS["small"][0]
+
+
+def test_kept_logits_give_the_bytes_of_logits_made_again() -> None:
+    dtype = torch.float32 if INTERPRETED else torch.float16
+    case = Case(19, 3, 60, dtype, valid=57, bias=True, temperature="rows")
+    inputs = [case.hidden, case.weight, case.bias, case.target, case.scale]
+    hidden, weight, bias, target, scale = (x.to(DEVICE) if isinstance(x, Tensor) else x for x in inputs)
+    problem = LocalProblem(0, 57, case.softcap, True)
+    records, logits = triton_linear.forward(hidden, weight, bias, target, scale, problem, want_logits=True)
+    want = case.run()
+    for rows in (19, 7):
+        kept = triton_linear.new_kept(rows, 57, dtype, hidden.device)
+        got, given = triton_linear.forward(
+            hidden, weight, bias, target, scale, problem, want_logits=rows == 7, keep=kept
+        )
+        assert_same_bytes(got, records)
+        assert_same_bytes(kept.tensors[0].contiguous(), logits[:rows, :57].contiguous())
+        if given is not None:
+            assert_same_bytes(given.contiguous(), logits.contiguous())
+        assert kept.tensors[0].stride(0) * 4 == triton_linear.kept_bytes_per_row(57, dtype)
+        for grad, expect, name in zip(
+            case.run(how=GradPlan(kept=kept)), want, ("hidden", "weight", "bias"), strict=True
+        ):
+            if name == "bias" and expect is not None:
+                torch.testing.assert_close(grad, expect, rtol=1e-4, atol=1e-5)
+            elif not INTERPRETED:
+                assert_same_bytes(grad, expect, f"{name}, {rows} rows kept")
+            elif expect is not None:
+                torch.testing.assert_close(grad, expect, rtol=1e-5, atol=1e-6)

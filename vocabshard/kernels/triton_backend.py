@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
 from vocabshard.kernels.triton_backward import backward
-from vocabshard.kernels.triton_linear import forward, projection_id
+from vocabshard.kernels.triton_linear import forward, kept_bytes_per_row, new_kept, projection_id
 from vocabshard.kernels.triton_logits import logits_backward, logits_forward
 
 # grad_hidden goes on from given accumulators as one ascending chain
 CONTINUES_CHAIN = True
 
-__all__ = ["backward", "forward", "kept_bytes_per_row", "logits_backward", "logits_forward", "projection_id"]
+__all__ = [
+    "backward",
+    "forward",
+    "kept_bytes_per_row",
+    "logits_backward",
+    "logits_forward",
+    "new_kept",
+    "projection_id",
+]

@@ -14,8 +14,16 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows
-from vocabshard.kernels.triton_config import STRIDED, GradLaunch, ProductConfig, grad_launch
+from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.triton_config import (
+    KEPT,
+    STRIDED,
+    GradLaunch,
+    LaunchConfig,
+    ProductConfig,
+    grad_launch,
+    most_parts,
+)
 from vocabshard.kernels.triton_dlogits import add_parts, dlogits_block, inspect_rows
 from vocabshard.kernels.triton_launch import Epilogue, chain_of, epilogue_of, launching_on, mappable, sm_count_of
 from vocabshard.kernels.triton_products import product
@@ -38,7 +46,8 @@ def backward(
     *,
     launch: GradLaunch | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The kernel interface's backward (vocabshard/kernels/problem.py). Logits are made again.
+    """The kernel interface's backward (vocabshard/kernels/problem.py). Logits are made again,
+    but for rows that were kept.
 
     Enqueues on the current stream of the tensors' device, without a synchronisation. `launch` is for tests: it changes
     no byte of grad_hidden and grad_weight.
@@ -74,12 +83,11 @@ def backward(
     rows_step, columns_step = min(launch.rows, N), min(launch.columns, columns)
     call = _Call(hidden, weight, bias, target_ids, epilogue_of(inv_temperature, problem), problem, saved, grads, launch)
     new = hidden.new_empty
-    # rows that start at 16 bytes, for the copy engine
-    buffer = new(rows_step, -(-columns_step // 8) * 8) if needs.hidden or needs.weight else None
+    buffer = new(rows_step, -(-columns_step // 16) * 16) if needs.hidden or needs.weight else None
     to_weight = how.main_grad if grad_weight is None else grad_weight
     # grad_weight's chains over several steps of rows; they are finished before they are rounded or added
     weight_sum = new(columns_step, D, dtype=torch.float32) if needs.weight and rows_step < N else None
-    parts = triton.cdiv(rows_step, launch.dlogits.block_m)
+    parts = most_parts(rows_step, launch.dlogits)
     sums = None if grad_bias is None else new(parts, columns_step, dtype=torch.float32)
     bias_sum = None if grad_bias is None else new(columns_step, dtype=torch.float32)
     with launching_on(hidden.device):
@@ -89,9 +97,9 @@ def backward(
             for row in range(0, N, rows_step):
                 rows = slice(row, min(row + rows_step, N))
                 dlogits = None if buffer is None else buffer[: rows.stop - row, : block.stop - first]
-                _make_dlogits(call, rows, block, dlogits, sums)
+                done = _make_dlogits(call, rows, block, how.kept, dlogits, sums)
                 if sums is not None and bias_sum is not None:
-                    _sum_parts(call, sums, bias_sum, rows, block, go_on=row > 0)
+                    _sum_parts(sums[:done], bias_sum, block.stop - first, go_on=row > 0)
                 if dlogits is None:
                     continue
                 if grad_hidden is not None:
@@ -176,9 +184,35 @@ def _programs(tiles: int, residents: int, device: torch.device) -> tuple[int]:
     return (max(1, min(tiles, sm_count_of(device) * residents)),)
 
 
-def _make_dlogits(call: _Call, rows: slice, block: slice, out: Tensor | None, sums: Tensor | None) -> None:
-    """dlogits [rows, block] into `out`, sums of its row blocks into `sums`."""
-    launch, epilogue, chain, entropy = call.launch.dlogits, call.epilogue, call.chain, call.entropy
+def _make_dlogits(
+    call: _Call, rows: slice, block: slice, kept: KeptLogits | None, out: Tensor | None, sums: Tensor | None
+) -> int:
+    """dlogits [rows, block] into `out`, sums of its row blocks into `sums`: returns how many."""
+    part = None if kept is None else kept.part(rows.start, rows.stop)
+    if part is None:
+        return _dlogits_of(call, call.launch.dlogits, rows, block, None, out, sums)
+    there, rest = slice(rows.start, rows.start + part.rows), slice(rows.start + part.rows, rows.stop)
+    of_there = None if out is None else out[: part.rows]
+    done = _dlogits_of(call, KEPT, there, block, part.tensors[0][:, block], of_there, sums)
+    if rest.start < rest.stop:
+        of_rest = None if out is None else out[part.rows :]
+        done += _dlogits_of(
+            call, call.launch.dlogits, rest, block, None, of_rest, None if sums is None else sums[done:]
+        )
+    return done
+
+
+def _dlogits_of(
+    call: _Call,
+    launch: LaunchConfig,
+    rows: slice,
+    block: slice,
+    kept: Tensor | None,
+    out: Tensor | None,
+    sums: Tensor | None,
+) -> int:
+    epilogue, entropy = call.epilogue, call.entropy
+    chain = call.chain if kept is None else "kept"
     hidden, weight = call.hidden[rows], call.weight[block]
     bias = None if call.bias is None else call.bias[block]
     (N, D), width = hidden.shape, weight.shape[0]
@@ -191,7 +225,8 @@ def _make_dlogits(call: _Call, rows: slice, block: slice, out: Tensor | None, su
     def of_rows(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[rows]
 
-    tiles = triton.cdiv(N, launch.block_m) * triton.cdiv(width, launch.block_n)
+    row_blocks = triton.cdiv(N, launch.block_m)
+    tiles = row_blocks * triton.cdiv(width, launch.block_n)
     dlogits_block[_programs(tiles, launch.residents, hidden.device)](
         hidden_map,
         weight_map,
@@ -199,6 +234,7 @@ def _make_dlogits(call: _Call, rows: slice, block: slice, out: Tensor | None, su
         hidden,
         weight,
         bias,
+        kept,
         of_rows(call.target_ids),
         of_rows(epilogue.row_scale),
         of_rows(call.saved.lse2_int),
@@ -216,6 +252,7 @@ def _make_dlogits(call: _Call, rows: slice, block: slice, out: Tensor | None, su
         *hidden.stride(),
         *weight.stride(),
         0 if bias is None else bias.stride(0),
+        0 if kept is None else kept.stride(0),
         0 if out is None else out.stride(0),
         0 if sums is None else sums.stride(0),
         epilogue.scale,
@@ -237,13 +274,15 @@ def _make_dlogits(call: _Call, rows: slice, block: slice, out: Tensor | None, su
         num_stages=launch.stages,
         enable_fp_fusion=False,
     )
+    return row_blocks
 
 
-def _sum_parts(call: _Call, sums: Tensor, total: Tensor, rows: slice, block: slice, *, go_on: bool) -> None:
-    """The sums of the row blocks of `rows`, added up in `total`."""
-    parts, width = triton.cdiv(rows.stop - rows.start, call.launch.dlogits.block_m), block.stop - block.start
+def _sum_parts(sums: Tensor, total: Tensor, width: int, *, go_on: bool) -> None:
+    """The rows of sums [parts, width] in ascending order, added up in `total`."""
     programs = (triton.cdiv(width, SUMMED),)
-    add_parts[programs](sums, total, parts, width, sums.stride(0), BLOCK=SUMMED, GO_ON=go_on, enable_fp_fusion=False)
+    add_parts[programs](
+        sums, total, sums.shape[0], width, sums.stride(0), BLOCK=SUMMED, GO_ON=go_on, enable_fp_fusion=False
+    )
 
 
 def _add_to_hidden(call: _Call, dlogits: Tensor, block: slice, out: Tensor) -> None:
@@ -286,8 +325,8 @@ def _multiply(
     if maps:
         box = (config.block_k, config.block_m) if a_rows_are_k else (config.block_m, config.block_k)
         a_map, b_map = _map(a, *box), _map(b, config.block_k, config.block_n)
-        if out.dtype != torch.float32 and mappable(out):
-            out_map = _map(out, config.block_m, config.block_n)
+        if mappable(out):
+            out_map = _map(out, config.block_m, 64 if out.dtype == torch.float32 else config.block_n)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
     product[_programs(tiles, config.residents, out.device)](
         a_map,
@@ -308,7 +347,9 @@ def _multiply(
         BM=config.block_m,
         BN=config.block_n,
         BK=config.block_k,
-        FLATTEN=config.flatten and out_map is not None,
+        GROUP=8,
+        # accumulators that are loaded would stop a pipeline across tiles
+        FLATTEN=config.flatten and not go_on,
         MAPS=maps,
         A_ROWS_ARE_K=a_rows_are_k,
         KEEP=inspected is not None,

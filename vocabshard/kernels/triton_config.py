@@ -133,19 +133,20 @@ SCRATCH_BYTES = 248 << 20
 SCRATCH_ROWS = 65536  # fewer columns than these rows leave would make grad_hidden's chain a matter of memory traffic
 
 DLOGITS = {
-    "large": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=4, flatten=True),
-    "large, sums": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, flatten=True),
-    "soft-cap": LaunchConfig(block_m=128, block_n=128, block_k=64, warps=4, stages=3, residents=2, flatten=True),
+    "large": LaunchConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, flatten=True),
+    "soft-cap": LaunchConfig(block_m=128, block_n=128, block_k=64, warps=8, stages=4, flatten=True),
     "few": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2, flatten=True),
     "pointers": LaunchConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=3, residents=2),
     "fma": LaunchConfig(block_m=64, block_n=64, block_k=1, warps=4, stages=1, residents=2),
 }
+# dlogits from logits that were kept: only memory counts
+KEPT = LaunchConfig(block_m=32, block_n=256, block_k=1, warps=4, stages=1, residents=8)
 # widest first; the second number is what a tile of it costs beside its share of the work
 PRODUCTS = {
     "large": (ProductConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, flatten=True), 1.0),
     "middle": (ProductConfig(block_m=128, block_n=128, block_k=64, warps=8, stages=4, flatten=True), 1.2),
     "narrow": (ProductConfig(block_m=64, block_n=128, block_k=64, warps=4, stages=4, residents=2, flatten=True), 1.4),
-    "small": (ProductConfig(block_m=64, block_n=64, block_k=128, warps=4, stages=3, residents=2, flatten=True), 2.0),
+    "small": (ProductConfig(block_m=64, block_n=64, block_k=128, warps=4, stages=6, flatten=True), 2.0),
 }
 STRIDED = ProductConfig(block_m=64, block_n=64, block_k=32, warps=4, stages=2, residents=4)
 
@@ -185,6 +186,11 @@ def column_step(N: int, columns: int, D: int, most: int, dlogits: LaunchConfig, 
     return best
 
 
+def most_parts(rows: int, dlogits: LaunchConfig) -> int:
+    """Row blocks of a step, some of which may be rows that were kept."""
+    return -(-rows // min(dlogits.block_m, KEPT.block_m)) + 1
+
+
 @lru_cache(maxsize=1024)
 def grad_launch(
     N: int, columns: int, D: int, chain: str, item: int, softcap: bool, bias: bool, sm_count: int
@@ -192,9 +198,10 @@ def grad_launch(
     """For N rows and `columns` columns; item: bytes of an element; bias: its gradient is wanted."""
     rows = min(N, SCRATCH_ROWS)
     maps = chain == "descriptors"
-    name = "few" if N <= 64 else "soft-cap" if softcap else "large, sums" if bias else "large"
+    name = "few" if N <= 64 else "soft-cap" if softcap else "large"
     dlogits = DLOGITS[name if maps else chain]
-    a_column = rows * item + 4 * (-(-rows // dlogits.block_m) + 1) + (4 * D if rows < N else 0)
+    parts = most_parts(rows, dlogits) + 1  # sums for grad_bias, and theirs
+    a_column = rows * item + (4 * parts if bias else 0) + (4 * D if rows < N else 0)
     most = max(SCRATCH_BYTES // a_column // 256, 1) * 256
     step = column_step(rows, columns, D, most, dlogits, maps, sm_count)
     of_hidden = product_launch(rows, D, maps, sm_count)

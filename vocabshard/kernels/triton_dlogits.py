@@ -55,6 +55,7 @@ def dlogits_block(
     hidden,
     weight,
     bias,
+    kept,
     target_ids,
     inv_temperature,
     lse2_int,
@@ -74,6 +75,7 @@ def dlogits_block(
     wv,
     wd,
     bv,
+    kn,
     on,
     sn,
     scale,
@@ -84,7 +86,7 @@ def dlogits_block(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    CHAIN: tl.constexpr,  # "descriptors", "pointers" or "fma"
+    CHAIN: tl.constexpr,  # "descriptors", "pointers", "fma", or "kept": the logits are there
     BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr,  # as in linear_partials
     TEMPERATURE: tl.constexpr,
@@ -92,7 +94,10 @@ def dlogits_block(
     STORE: tl.constexpr,
     SUMS: tl.constexpr,  # sums over the rows of each row block go to `sums`, fp32 [row blocks, width]
 ):
-    """dlogits [N, width] in the operands' dtype, exactly 0 in masked columns and in rows without a gradient."""
+    """dlogits [N, width] in the operands' dtype, exactly 0 in masked columns and in rows without a gradient.
+
+    The logits are made by the forward's chain, or read from `kept`: bias and soft-cap are then in them.
+    """
     row_blocks = tl.cdiv(N, BM)
     blocks = tl.cdiv(width, BN)
     for tile in tl.range(tl.program_id(0), row_blocks * blocks, tl.num_programs(0), flatten=FLATTEN):
@@ -104,7 +109,11 @@ def dlogits_block(
         n = in_group // group_rows * BN
         rows = m + tl.arange(0, BM)
         columns = n + tl.arange(0, BN)
-        if CHAIN == "fma":
+        # rows of `kept` and `out` are whole multiples of 16 elements: what is beyond `width` is never read again
+        stored = (rows < N)[:, None] & (columns < tl.cdiv(width, 16) * 16)[None, :]
+        if CHAIN == "kept":
+            z = tl.load(kept + rows.to(tl.int64)[:, None] * kn + columns[None, :], mask=stored, other=0.0)
+        elif CHAIN == "fma":
             z = chain_fma(hidden, weight, rows, columns, N, width, D, hn, hd, wv, wd, BM, BN)
         elif CHAIN == "pointers":
             z = chain_pointers(hidden, weight, rows, columns, N, width, D, hn, hd, wv, wd, BM, BN, BK)
@@ -130,12 +139,13 @@ def dlogits_block(
         local = tl.load(target_ids + rows, mask=here, other=-1) - (first_id + n)
         local = tl.where((local >= 0) & (local < BN) & here, local, -1).to(tl.int32)
 
-        if BIAS:
+        if BIAS and CHAIN != "kept":
             b = tl.load(bias + columns.to(tl.int64) * bv, mask=columns < width, other=0.0).to(tl.float32)
             z += b[None, :]
         y = z
         if SOFTCAP != "none":
-            y = softcap_pinned(z, cap, cap_reciprocal, SOFTCAP == "quick")
+            if CHAIN != "kept":
+                y = softcap_pinned(z, cap, cap_reciprocal, SOFTCAP == "quick")
             tanh = y * cap_reciprocal
             slope = tl.where(tl.abs(y) < float("inf"), 1.0 - tanh * tanh, 0.0)  # 0 for infinities, which pass
         if TEMPERATURE == "scalar":
@@ -184,7 +194,7 @@ def dlogits_block(
                 out_map.store([m, n + BN // 2], right)
             else:
                 at = out + rows.to(tl.int64)[:, None] * on + columns[None, :]
-                tl.store(at, value, mask=here[:, None] & (columns < width)[None, :])
+                tl.store(at, value, mask=stored)
 
 
 @triton.jit(do_not_specialize=["parts", "width"])

@@ -318,18 +318,59 @@ def forward(
     """Records int64 [R, N] of this shard, and its fp32 logits [N, V_local] on request.
 
     hidden [N, D] and weight [V_local, D] of one dtype (fp32, bf16, fp16) and any strides; bias [V_local] or None;
-    target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]; `keep` None: nothing is
-    kept. `launch` is for tests: it never changes bytes. Enqueues on the current stream of the tensors' device, without
-    a synchronisation.
+    target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]. `keep` (of new_kept) gets
+    the logits of its rows. `launch` is for tests: it never changes bytes. Enqueues on the current stream of the
+    tensors' device, without a synchronisation.
     """
-    N, D = hidden.shape
-    V_local = weight.shape[0]
-    device = hidden.device
+    (N, _), V_local = hidden.shape, weight.shape[0]
     # rows that start at 16 bytes, for the copy engine
-    logits = torch.empty(N, -(-V_local // 4) * 4, device=device)[:, :V_local] if want_logits else None
-    columns = V_local if want_logits else min(problem.valid, V_local)
+    logits = torch.empty(N, -(-V_local // 4) * 4, device=hidden.device)[:, :V_local] if want_logits else None
+    if keep is None:
+        return _records(hidden, weight, bias, target_ids, inv_temperature, problem, logits, launch), logits
+    (kept,) = keep.tensors
+    columns = kept.shape[1]
+    parts = []
+    for rows, to, width in ((slice(0, keep.rows), kept, columns), (slice(keep.rows, N), None, V_local)):
+        scale = inv_temperature[rows] if isinstance(inv_temperature, Tensor) else inv_temperature
+        own = None if bias is None else bias[:width]
+        of_part = logits[rows] if logits is not None and to is None else to
+        parts.append(_records(hidden[rows], weight[:width], own, target_ids[rows], scale, problem, of_part, launch))
+    if logits is not None:
+        logits[: keep.rows, :columns] = kept
+        logits[: keep.rows, columns:] = float("-inf")
+    return torch.cat(parts, 1), logits
+
+
+def new_kept(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> KeptLogits:
+    """The logits before temperature in fp32, so that a backward gives the same bytes with them and without."""
+    return KeptLogits((torch.empty(rows, _kept_stride(columns), device=device)[:, :columns],))
+
+
+def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:
+    """Of new_kept: fp32, whatever the operands are."""
+    return 4 * _kept_stride(columns)
+
+
+def _kept_stride(columns: int) -> int:
+    """Rows of whole 64 bytes: wide loads and stores, also where they end."""
+    return -(-columns // 16) * 16
+
+
+def _records(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: Tensor | float | None,
+    problem: LocalProblem,
+    logits: Tensor | None,
+    launch: LaunchConfig | None,
+) -> Tensor:
+    """Records int64 [R, N]; logits fp32 [N, V_local] or None is written too."""
+    (N, D), V_local, device = hidden.shape, weight.shape[0], hidden.device
+    columns = min(problem.valid, V_local) if logits is None else V_local
     if N == 0 or columns == 0:
-        return identity_records(N, problem.entropy, device), logits
+        return identity_records(N, problem.entropy, device)
 
     chain = chain_of(hidden, weight)
     if launch is None:
@@ -388,7 +429,7 @@ def forward(
             BIAS=bias is not None,
             SOFTCAP=epilogue.softcap,
             TEMPERATURE=epilogue.temperature,
-            LOGITS="none" if not want_logits else "pointers" if logits_map is None else "descriptors",
+            LOGITS="none" if logits is None else "pointers" if logits_map is None else "descriptors",
             ENTROPY=problem.entropy,
             num_warps=launch.warps,
             num_stages=launch.stages,
@@ -400,4 +441,4 @@ def forward(
             merge_runs[(triton.cdiv(N, BR),)](
                 parts, records, N, runs, BR=BR, BS=BS, ENTROPY=problem.entropy, num_warps=4, enable_fp_fusion=False
             )
-    return records, logits
+    return records

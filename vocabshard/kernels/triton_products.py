@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vocabshard.kernels.triton_linear import store_columns
+
 
 @triton.jit
 def chain_maps(a, b, m, n, K, acc, A_ROWS_ARE_K: tl.constexpr, B_ROWS_ARE_K: tl.constexpr, BK: tl.constexpr):
@@ -48,6 +50,25 @@ def chain_strided(
     return acc
 
 
+@triton.jit
+def load_columns(of, row, column, BM: tl.constexpr, BN: tl.constexpr):
+    """The reverse of store_columns."""
+    if BN == 64:
+        return of.load([row, column])
+    elif BN == 128:
+        return side_by_side(of.load([row, column]), of.load([row, column + 64]), BM, 128)
+    else:
+        left = side_by_side(of.load([row, column]), of.load([row, column + 64]), BM, 128)
+        right = side_by_side(of.load([row, column + 128]), of.load([row, column + 192]), BM, 128)
+        return side_by_side(left, right, BM, 256)
+
+
+@triton.jit
+def side_by_side(left, right, BM: tl.constexpr, BN: tl.constexpr):
+    """Two halves as [BM, BN]."""
+    return tl.join(left, right).trans(0, 2, 1).reshape(BM, BN)
+
+
 @triton.jit(do_not_specialize=["M", "N", "K", "flags"])
 def product(
     a_map,
@@ -71,6 +92,7 @@ def product(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
     MAPS: tl.constexpr,
     A_ROWS_ARE_K: tl.constexpr,
@@ -80,7 +102,7 @@ def product(
     GO_ON: tl.constexpr,  # the chain starts from what `out` holds, not from 0
     ADD: tl.constexpr,  # the finished chain is added to `out`
 ):
-    """out[m, n] = sum over k of a[m, k] * b[k, n], columns of the output fastest."""
+    """out[m, n] = sum over k of a[m, k] * b[k, n]."""
     run = True
     if WHEN != "always":
         found = 0
@@ -91,14 +113,20 @@ def product(
     column_blocks = tl.cdiv(N, BN)
     tiles = tl.where(run, tl.cdiv(M, BM) * column_blocks, 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        m = tile // column_blocks * BM
-        n = tile % column_blocks * BN
+        # rows fastest within a group of row blocks: the programs of the moment share strips of both operands
+        group = tile // (GROUP * column_blocks)
+        group_rows = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
+        in_group = tile - group * (GROUP * column_blocks)
+        m = (group * GROUP + in_group % group_rows) * BM
+        n = in_group // group_rows * BN
         rows = m + tl.arange(0, BM)
         columns = n + tl.arange(0, BN)
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         at = out + m.to(tl.int64) * om + n.to(tl.int64) * on
         at += (tl.arange(0, BM) * om)[:, None] + (tl.arange(0, BN) * on)[None, :]
-        if GO_ON:
+        if GO_ON and OUT_MAP:
+            acc = load_columns(out_map, m, n, BM, BN)
+        elif GO_ON:
             acc = tl.load(at, mask=inside, other=0.0)
         else:
             acc = tl.zeros([BM, BN], tl.float32)
@@ -106,9 +134,13 @@ def product(
             acc = chain_maps(a_map, b_map, m, n, K, acc, A_ROWS_ARE_K, True, BK)
         else:
             acc = chain_strided(a, b, keep, rows, columns, M, N, K, am, ak, bk, bn, acc, KEEP, BK)
-        if ADD:
+        if ADD and OUT_MAP:
+            acc += load_columns(out_map, m, n, BM, BN)
+        elif ADD:
             acc += tl.load(at, mask=inside, other=0.0)
-        if OUT_MAP:
+        if OUT_MAP and out.dtype.element_ty == tl.float32:
+            store_columns(out_map, m, n, acc, BM, BN)
+        elif OUT_MAP:
             out_map.store([m, n], acc.to(out.dtype.element_ty))
         else:
             tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
