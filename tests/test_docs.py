@@ -4,6 +4,7 @@ of other programs' commands the files, modules and options have to exist. And li
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import json
@@ -205,6 +206,9 @@ def folder(scored: Path, tmp_path: Path, monkeypatch) -> Path:
 
 def run(words: list[str]) -> None:
     """The command, with what it is given put where capitals stand, on one rank: tests of the ranks are elsewhere."""
+    if any(word.startswith("[") for word in words):  # a synopsis
+        assert set(re.findall(r"--[a-z-]+", " ".join(words))) <= options_of(words[0])
+        return
     names = {"CHECKPOINT": "examples/tiny_lm", "FILE": "examples/tiny_lm/text.txt"}
     args = [names.get(word, word) for word in words]
     if "--tp" in args:
@@ -240,17 +244,23 @@ def test_links_and_files(page: str) -> None:
         assert (ROOT / name).exists(), name
 
 
-def test_options_are_documented() -> None:
-    """The page of the commands has every option, and no other."""
-    parser, text = build_parser(), (ROOT / "docs" / "commands.md").read_text()
-    (commands,) = (action for action in parser._actions if hasattr(action, "choices") and action.choices)
-    for name, command in commands.choices.items():
-        assert f"## `vocabshard {name}" in text
-        section = text[text.index(f"## `vocabshard {name}") :].split("\n## ")[0]
-        options = {option for action in command._actions for option in action.option_strings} - {"-h", "--help"}
-        assert set(re.findall(r"--[a-z][a-z-]*", section)) - {"--nproc-per-node"} >= options, name
-        known = {option for other in commands.choices.values() for a in other._actions for option in a.option_strings}
-        assert set(re.findall(r"`(--[a-z][a-z-]*)", section)) <= known, name
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the command's subcommands."""
+    (found,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return found.choices
+
+
+def options_of(command: str) -> set[str]:
+    return {option for action in commands()[command]._actions for option in action.option_strings} - {"-h", "--help"}
+
+
+@pytest.mark.parametrize("command", commands())
+def test_options_are_documented(command: str) -> None:
+    """A section of some page, headed by the command, has every option, and no other."""
+    heading = f"## `vocabshard {command}"
+    (text,) = (page.read_text() for page in PAGES if heading in page.read_text())
+    section = text[text.index(heading) :].split("\n## ")[0]
+    assert set(re.findall(r"--[a-z][a-z-]*", section)) - {"--nproc-per-node"} == options_of(command)
 
 
 def test_extras_are_declared() -> None:
