@@ -198,6 +198,9 @@ def test_embedding_is_the_rows(batch) -> None:
     for wrong in (-1, V, PADDED, 2**40):
         with pytest.raises(ValueError, match=f"input_ids\\[1\\] is {wrong}: expected an id in \\[0, 1001\\)"):
             embedding(torch.tensor([0, wrong]))
+    for wrong_type in ([0, 1], torch.tensor([0.0])):
+        with pytest.raises(TypeError, match="input_ids must be a tensor of int32 or int64, got"):
+            embedding(wrong_type)
 
 
 def test_checkpoint_of_one_process(tmp_path) -> None:
@@ -211,3 +214,26 @@ def test_checkpoint_of_one_process(tmp_path) -> None:
     dcp.load(state, checkpoint_id=tmp_path)
     assert_same_bytes(_real(other), _real(head))
     assert other.weight[V:].count_nonzero() == 0
+
+
+def test_compiled(batch) -> None:
+    """Head and embedding in one graph: the same bytes, and NaN for an id that does not exist."""
+    _, target_ids = batch
+    embedding = vs.VocabParallelEmbedding(V, D)
+    head = vs.VocabParallelLMHead(D, V, weight=embedding.weight, temperature=0.7)
+
+    def score(ids):
+        return head(embedding(ids), target_ids)
+
+    def run(function, ids):
+        embedding.weight.grad = None
+        logp = function(ids)
+        (-logp.nan_to_num().mean()).backward()
+        return logp.detach(), embedding.weight.grad
+
+    compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
+    ids = target_ids.roll(1)
+    for a, b in zip(run(compiled, ids), run(score, ids), strict=True):
+        assert_same_bytes(a, b)
+    ids[0, 0] = V
+    assert compiled(ids).isnan().nonzero().tolist() == [[0, 0]]

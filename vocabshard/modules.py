@@ -124,7 +124,7 @@ class VocabParallelEmbedding(VocabRows):
 
     Determinism: the output is the same bytes whatever W (the one rank that holds a row sends its bits, the others
     zeros, added as integers). An id outside [0, V) is a ValueError on the CPU and a row of NaN, without a gradient, on
-    GPUs, where looking would synchronise.
+    GPUs and in compiled graphs, where looking would synchronise.
 
     Collectives: two object all-gathers when it is made; one all-reduce of the output in the forward, none in the
     backward, whose upstream gradient has to be the same on every rank.
@@ -150,9 +150,11 @@ class VocabParallelEmbedding(VocabRows):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [...] int32 or int64 -> [..., D] of the weight's dtype."""
         self._check_tie()
-        checks.tensor("input_ids", input_ids, checks.INT_DTYPES)
+        if not isinstance(input_ids, Tensor) or input_ids.dtype not in checks.INT_DTYPES:
+            got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise TypeError(f"input_ids must be a tensor of int32 or int64, got {got}")
         outside = (input_ids < 0) | (input_ids >= self.vocab_size)
-        if input_ids.device.type == "cpu" and bool(outside.any()):
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and bool(outside.any()):
             position = outside.nonzero()[0].tolist()
             raise ValueError(
                 f"input_ids{position} is {int(input_ids[tuple(position)])}: expected an id in [0, {self.vocab_size})"
