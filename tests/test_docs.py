@@ -214,6 +214,8 @@ def run(words: list[str]) -> None:
     if "--tp" in args:
         at = args.index("--tp")
         assert int(args.pop(at + 1)) and args.pop(at)
+    if args[0] == "validate":
+        args += ["--levels", "L3", "--device", "cpu"]  # the other rungs have tests of their own
     assert main([*args, "--quiet"] if args[0] == "score" else args) == (1 if "bf16.jsonl" in args else 0)
 
 
