@@ -75,31 +75,34 @@ def test_verdicts_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.needs("triton", "sm90")  # the interpreter takes minutes, and misreads subnormal bf16
-def test_triton_logits() -> None:
-    for name in goldens.CASES[contract.GIVEN_LOGITS]:
-        check(contract.GIVEN_LOGITS, name, goldens.runner("triton"), "cuda", "triton")
+@pytest.mark.parametrize("name", goldens.CASES[contract.GIVEN_LOGITS])
+def test_triton_logits(name: str) -> None:
+    check(contract.GIVEN_LOGITS, name, goldens.runner("triton"), "cuda", "triton")
+
+
+TRITON_CASES = [
+    (projection, case)
+    for projection in (contract.HOPPER_K16, contract.FMA_CHAIN)
+    for case in goldens.CASES[projection]
+    if case.startswith("fp32") == (projection == contract.FMA_CHAIN)  # which chain Triton takes on Hopper
+]
 
 
 @pytest.mark.needs("triton", "sm90")
-def test_triton_products() -> None:
+@pytest.mark.parametrize("projection, case", TRITON_CASES)
+def test_triton_products(projection: str, case: str) -> None:
     from vocabshard.kernels.triton_config import CONFIGS
 
-    launches = {
-        f"{name}, {runs} runs": replace(config, runs=runs) for name, config in CONFIGS.items() for runs in (1, 5)
-    }
-    work = [
-        (projection, case, launch)
-        for projection, cases in goldens.CASES.items()
-        for case, launch in itertools.product(cases, launches)
-        if projection == (contract.FMA_CHAIN if case.startswith("fp32") else contract.HOPPER_K16)
-        and (launches[launch].block_k == 1) == case.startswith("fp32")
-    ]
+    fma = projection == contract.FMA_CHAIN
+    chosen = {name: config for name, config in CONFIGS.items() if (config.block_k == 1) == fma}
 
-    def one(projection: str, case: str, launch: str) -> None:
-        check(projection, case, goldens.runner("triton", launch=launches[launch]), "cuda", launch)
+    def one(name: str) -> None:
+        for runs in (1, 5):
+            launch = replace(chosen[name], runs=runs)
+            check(projection, case, goldens.runner("triton", launch=launch), "cuda", f"{name}, {runs} runs")
 
-    with ThreadPoolExecutor(12) as pool:  # compilations run side by side
-        list(pool.map(lambda w: one(*w), work))
+    with ThreadPoolExecutor(len(chosen)) as pool:  # compilations run side by side
+        list(pool.map(one, chosen))
 
 
 @pytest.mark.needs("sm90")

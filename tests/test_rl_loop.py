@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from vocabshard import launching
 
 LOOP = Path(__file__).parent.parent / "examples" / "rl_loop" / "loop.py"
 
 
 def run(tmp_path: Path, *options: str) -> tuple[dict, list[dict]]:
     out = tmp_path / "run.json"
-    done = subprocess.run(
-        [sys.executable, str(LOOP), "--quiet", "--out", str(out), *options], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = sum(int(options[options.index(name) + 1]) for name in ("--trainer-tp", "--rollout-tp"))
+    assert launching.run(ranks, [str(LOOP), "--quiet", "--out", str(out), *options]) == 0
     found = json.loads(out.read_text())
     return found["summary"], found["steps"]
 

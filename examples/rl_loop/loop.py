@@ -246,6 +246,13 @@ def train_step(side: Side, step: int, bounds: list[tuple[int, int]], optimizer: 
     }
 
 
+def _in_words(step: dict[str, Any]) -> str:
+    return (
+        f"step {step['step']:3d}  reward {step['reward']:.3f}  K3 {step['k3_max']:g}, {step['differing']} tokens differ"
+        f"  (ordinary K3 {step['ordinary_k3_mean']:.2e}, {step['ordinary_differing']} differ)"
+    )
+
+
 def summarise(options: Options, steps: list[dict[str, Any]]) -> dict[str, Any]:
     """The run in a few numbers."""
     first, last = (sum(s["reward"] for s in part) / len(part) for part in (steps[:10], steps[-10:]))
@@ -298,11 +305,7 @@ def run_rank(options: Options, checkpoint: Path, out: Path | None, quiet: bool) 
         if found is not None:
             steps.append(found)
             if not quiet:
-                print(
-                    f"step {step:3d}  reward {found['reward']:.3f}  K3 {found['k3_max']:g} (differing {found['differing']})  "
-                    f"ordinary K3 {found['ordinary_k3_mean']:.2e} (differing {found['ordinary_differing']})",
-                    flush=True,
-                )
+                print(_in_words(found), flush=True)
     if ranks.rank == 0:
         summary = summarise(options, steps)
         if not quiet:
