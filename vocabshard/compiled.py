@@ -30,8 +30,14 @@ def call_text(**said: Any) -> str:
     return json.dumps(said, sort_keys=True)
 
 
+def autocast_dtype(device_type: str) -> str:
+    """The name of the dtype that autocast, on while Dynamo traces, gives; or an empty text."""
+    return str(torch.get_autocast_dtype(device_type)).partition(".")[2] if checks.autocasting(device_type) else ""
+
+
 # What torch.compiler.assume_constant_result does, which would import all of Dynamo here: seconds for every process.
-call_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for constant in (call_text, autocast_dtype):
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)
@@ -206,9 +212,9 @@ def linear_logp(
     **options: Any,
 ) -> Tensor | LogpOutput:
     """What Dynamo traces of the public function. Its LogpOutput has no provenance: a graph returns tensors."""
-    if checks.autocasting(weight.device.type):
-        dtype = torch.get_autocast_dtype(weight.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    autocast = autocast_dtype(weight.device.type)
+    if autocast:
+        hidden, weight = hidden.to(getattr(torch, autocast)), weight.to(getattr(torch, autocast))
     grad = GradOptions() if grad_options is None else grad_options
     # Dynamo lets nobody ask a ProcessGroup for what it does not have
     group = tp_group if tp_group is None or isinstance(tp_group, dist.ProcessGroup) else tp_group.get_group()

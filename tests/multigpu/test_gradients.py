@@ -304,9 +304,7 @@ def test_composes_with_checkpointing_accumulation_and_retained_graphs(ranks: Ran
 def test_compiled_over_a_group(ranks: Ranks, by_shard: bool) -> None:
     case = problem(ranks.device)
     shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
-    options = (
-        {"shard": shard} if by_shard else {"tp_group": dist.group.WORLD, "global_vocab_size": V, "real_vocab_size": V}
-    )
+    options = {"shard": shard} if by_shard else {"tp_group": dist.new_group(), "global_vocab_size": V}
     want = gradients(case, rows=rows, **options)
     hidden, weight, bias, target, upstream = case
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight[rows], bias[rows])]
@@ -334,7 +332,7 @@ class Head(torch.nn.Module):
 
 
 def test_fsdp_weights_and_dtensor_weights(ranks: Ranks) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Shard
 
@@ -354,7 +352,8 @@ def test_fsdp_weights_and_dtensor_weights(ranks: Ranks) -> None:
     (total / ranks.world_size).backward()
     mine = whole.grad.chunk(ranks.world_size)[ranks.rank]  # compared by shards: gloo gathers no CUDA tensors of DTensor
     torch.testing.assert_close(head.weight.grad.to_local(), mine, rtol=1e-4, atol=1e-6)
-    # DTensor: the parameter's shards are the vocabulary's
+    # DTensor: the parameter's shards are the vocabulary's, over a group that serves no other split of it
+    mesh = DeviceMesh.from_group(dist.new_group(), ranks.device.type)
     shard = weight.chunk(ranks.world_size)[ranks.rank]
     sharded = torch.nn.Parameter(
         DTensor.from_local(shard, mesh, [Shard(0)], shape=weight.shape, stride=weight.stride())
