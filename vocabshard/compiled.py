@@ -36,8 +36,8 @@ def autocast_dtype(device_type: str) -> str:
 
 
 # What torch.compiler.assume_constant_result does, which would import all of Dynamo here: seconds for every process.
-for constant in (call_text, autocast_dtype):
-    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+call_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+autocast_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)
