@@ -29,7 +29,8 @@ struct Ring {
   static constexpr int kTiles = kRing * kStageBytes;
   static constexpr int kFull = kTiles + kTileRing * 16;
   static constexpr int kEmpty = kFull + kRing * 8;
-  static constexpr int kEnd = (kEmpty + kRing * 8 + 15) / 16 * 16;
+  static constexpr int kStart = kEmpty + kRing * 8;
+  static constexpr int kEnd = (kStart + 8 + 15) / 16 * 16;
   static_assert(kTileRing > kRing, "the producer could overwrite a tile's entry before it is read");
 };
 
@@ -61,6 +62,7 @@ VS_DEVICE void start_ring(const Operands& o, uint32_t shared) {
       ptx::mbarrier_init(shared + Layout::kFull + 8 * i, 1);
       ptx::mbarrier_init(shared + Layout::kEmpty + 8 * i, 2 * 4);  // 4 warps of one consumer in each CTA
     }
+    ptx::mbarrier_init(shared + Layout::kStart, kWarpgroup / 32);
     ptx::mbarrier_init_fence();
     ptx::prefetch_map(&o.hidden);
     ptx::prefetch_map(o.share_columns ? &o.group : &o.tile);
@@ -105,7 +107,9 @@ VS_DEVICE void fill(const Operands& o, uint32_t shared, Stage<kRing>& stage, con
 }
 
 // By the first lane of each of the producer's warps: `count` tiles in the order that `walk` gives them. The first warp
-// copies hidden, the others weight: to issue a copy takes a thread so long that one could not issue them all.
+// copies hidden, the others weight: to issue a copy takes a thread so long that one could not issue them all. They
+// start each tile together: a warp that had no part in one would else wait for a later turn of a stage than the next,
+// and a barrier's parity tells only the next from the one before.
 template <int kMBlocks, int kGroups, int kRing = kStages, class Tiles>
 VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t count, Tiles& walk, int warp) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
@@ -115,6 +119,8 @@ VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t c
   Stage<kRing> stage;
   for (int32_t i = 0; i < count; ++i) {
     const Tile tile = walk.next();
+    ptx::mbarrier_arrive(shared + Layout::kStart);
+    ptx::mbarrier_wait(shared + Layout::kStart, i & 1);
     if (warp == 0) {
       tiles[i % kTileRing] = make_int4(tile.m, tile.group, tile.groups, tile.place);
       const uint32_t bytes = Layout::kHiddenBytes + tile.groups * Layout::kGroupBytes;

@@ -34,6 +34,10 @@ VS_DEVICE void mbarrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+VS_DEVICE void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // The same barrier of the CTA `rank` of the cluster. Not .release.cluster: that form flushes caches at every stage.
 VS_DEVICE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
