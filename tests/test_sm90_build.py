@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc" / "sm90").glob("*.cu"))
 FUSED = [s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge"))]
 WGMMA = [s for s in SOURCES if s.stem.startswith("forward_wgmma")]
+PRODUCTS = [s for s in SOURCES if s.stem.startswith("product_wgmma")]
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 by_source = pytest.mark.parametrize("source", FUSED, ids=lambda s: s.stem)
@@ -114,6 +115,21 @@ def test_wgmma_kernels_use_the_tensor_cores(source: Path) -> None:
         loop = sass[sass.index("HGMMA") : sass.rindex("HGMMA")]
         # a wait or arithmetic between them means that the compiler has put the products one behind the other
         assert not re.search(r"DEPBAR|F?MUL|FFMA", loop), f"{kernel}: the products are serialised"
+
+
+@pytest.mark.parametrize("source", PRODUCTS, ids=lambda s: s.stem)
+def test_product_kernels_keep_the_tensor_cores_busy(source: Path) -> None:
+    log = compiled(source).with_suffix(".log").read_text()
+    assert "serialized" not in log, "the products are put one behind the other"
+    spills = resources(source)
+    assert len(spills) == 5 and set(spills.values()) == {(0, 0, 0)}, spills
+    for kernel, sass in disassembly(source).items():
+        transposed, blocks = re.findall(r"Lb([01])ELb[01]ELi([23])E", kernel)[0]
+        assert "UTMALDG.2D.MULTICAST" in sass, f"{kernel}: no tensor copy into both CTAs"
+        whole_stage = sass[sass.index("HGMMA") :].split("DEPBAR")[0]
+        kind = "tnspA.tnspB" if transposed == "1" else "tnspB"
+        found = re.findall(rf"HGMMA\.64x128x16\.F32(?:\.BF16)? \w+, gdesc\[\w+\]\.{kind}", whole_stage)
+        assert len(found) == 4 * int(blocks), f"{kernel}: {len(found)} products without a wait"
 
 
 def test_mma_kernel_uses_the_tensor_cores() -> None:

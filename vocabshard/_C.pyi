@@ -185,3 +185,44 @@ def sm90_fold(
     stream: int,
 ) -> None:
     """Folds [ranks, words, rows] records in ascending order of ranks."""
+
+def sm90_grad_hidden(
+    *,
+    device: int,
+    element: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    dlogits: int,
+    dlogits_row: int,
+    weight: int,
+    weight_row: int,
+    row_active: int = 0,
+    grad: int,
+    grad_row: int,
+    go_on: bool,
+    stream: int,
+) -> None:
+    """grad [N, D] fp32 = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]."""
+
+def sm90_grad_weight(
+    *,
+    device: int,
+    element: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    dlogits: int,
+    dlogits_row: int,
+    hidden: int,
+    hidden_row: int,
+    row_mask: int = 0,
+    init: int = 0,
+    init_row: int = 0,
+    grad: int,
+    grad_row: int,
+    grad_element: int,
+    add: bool = False,
+    stream: int,
+) -> None:
+    """grad [Vb, D] = or += (init or 0) + dlogits [N, Vb]^T @ hidden [N, D]."""

@@ -2,7 +2,7 @@
 // caller names device and stream; the thread's current device is afterwards what it was.
 #include "sm90/bindings_sm90.h"
 
-#include "sm90/check.h"
+#include "sm90/bindings_device.h"
 #include "sm90/launch.h"
 
 namespace vocabshard::sm90 {
@@ -10,29 +10,6 @@ namespace vocabshard::sm90 {
 namespace {
 
 namespace py = pybind11;
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-cudaStream_t as_stream(uintptr_t address) { return reinterpret_cast<cudaStream_t>(address); }
-
-class OnDevice {
- public:
-  explicit OnDevice(int device) : device_(device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
-  }
-  ~OnDevice() {
-    if (before_ != device_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int device_, before_ = 0;
-};
 
 struct DeviceForward {
   ForwardCall call;
@@ -55,6 +32,7 @@ DeviceForward forward_call(int device, int32_t element, int64_t rows, int64_t de
 }  // namespace
 
 void register_sm90(py::module_& module) {
+  register_products(module);
   py::class_<DeviceForward>(module, "Sm90Forward", "A forward of `hidden` and `weight`, to be planned and launched.")
       .def(py::init(&forward_call), py::kw_only(), py::arg("device"), py::arg("element"), py::arg("rows"),
            py::arg("depth"), py::arg("columns"), py::arg("hidden"), py::arg("hidden_row"), py::arg("hidden_column"),

@@ -127,6 +127,9 @@ VS_DEVICE void copy_5d_multicast(uint32_t to, const CUtensorMap* map, uint32_t b
       : "memory");
 }
 
+// What this thread wrote to shared memory is seen by copies and products issued behind the next barrier.
+VS_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- warpgroups ----
 
 template <int kRegisters>
