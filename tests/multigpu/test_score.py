@@ -46,8 +46,8 @@ CHECKPOINTS = {
 
 @pytest.fixture(scope="module")
 def groups() -> dict[int, dist.ProcessGroup]:
-    """Groups of the first 1, 2, 3 and 4 ranks."""
-    return {size: dist.new_group(list(range(size))) for size in range(1, dist.get_world_size() + 1)}
+    """Groups of the first 1, 2, 3 and 4 ranks; gloo, as the command's own: all is on the CPU."""
+    return {size: dist.new_group(list(range(size)), backend="gloo") for size in range(1, dist.get_world_size() + 1)}
 
 
 @pytest.fixture(scope="module")

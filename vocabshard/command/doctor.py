@@ -109,6 +109,8 @@ def _devices() -> list[torch.device]:
 
 
 def _version(name: str) -> str:
+    if name == "torch":
+        return torch.__version__  # with what it was built for
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
