@@ -347,7 +347,8 @@ def _multiply(
         BM=config.block_m,
         BN=config.block_n,
         BK=config.block_k,
-        GROUP=8,
+        # grad_hidden's tiles share strips of both operands; grad_weight's are stored row by row of the whole
+        GROUP=1 if a_rows_are_k else 8,
         # accumulators that are loaded would stop a pipeline across tiles
         FLATTEN=config.flatten and not go_on,
         MAPS=maps,

@@ -113,7 +113,7 @@ def product(
     column_blocks = tl.cdiv(N, BN)
     tiles = tl.where(run, tl.cdiv(M, BM) * column_blocks, 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        # rows fastest within a group of row blocks: the programs of the moment share strips of both operands
+        # rows fastest within a group of row blocks
         group = tile // (GROUP * column_blocks)
         group_rows = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
         in_group = tile - group * (GROUP * column_blocks)
