@@ -168,14 +168,34 @@ def score(side: Side, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logp, hidden, targets
 
 
-def update(side: Side, logp: Tensor, old: Tensor, rewards: Tensor, optimizer: torch.optim.Optimizer) -> None:
+class Adam:
+    """Adam without its options: torch's imports all of torch.compile, for seconds in each of the ranks."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float) -> None:
+        self.parameters, self.learning_rate, self.steps = parameters, learning_rate, 0
+        self.moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates the parameters from their gradients, and drops those."""
+        self.steps += 1
+        for parameter, (mean, square) in zip(self.parameters, self.moments, strict=True):
+            if parameter.grad is None:
+                continue
+            mean.lerp_(parameter.grad, 0.1)
+            square.lerp_(parameter.grad.square(), 0.001)
+            scale = (square / (1 - 0.999**self.steps)).sqrt_().add_(1e-8)
+            parameter.addcdiv_(mean, scale, value=-self.learning_rate / (1 - 0.9**self.steps))
+            parameter.grad = None
+
+
+def update(side: Side, logp: Tensor, old: Tensor, rewards: Tensor, optimizer: Adam) -> None:
     """GRPO: advantages within a prompt's samples, the clipped ratio of PPO."""
     grouped = rewards.view(side.options.groups, side.options.samples)
     advantage = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)
     advantage = advantage.view(-1, 1)
     ratio = (logp - old).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-    optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
 
@@ -199,7 +219,7 @@ def send_weights(side: Side, bounds: list[tuple[int, int]]) -> None:
         side.head.copy_(torch.cat(rows)[side.shard.start : side.shard.stop])
 
 
-def train_step(side: Side, step: int, bounds: list[tuple[int, int]], optimizer: Any) -> dict[str, Any] | None:
+def train_step(side: Side, step: int, bounds: list[tuple[int, int]], optimizer: Adam | None) -> dict[str, Any] | None:
     """One step of this rank; the first trainer's rank returns what is recorded. Collective over the world."""
     options, device, first_rollout = side.options, side.head.device, side.options.trainer_tp
     send_weights(side, bounds)
@@ -217,7 +237,7 @@ def train_step(side: Side, step: int, bounds: list[tuple[int, int]], optimizer: 
     dist.broadcast(tokens, first_rollout)
     dist.broadcast(scores, first_rollout)
     rollout_seconds = time.perf_counter() - started
-    if not side.trains:
+    if optimizer is None:
         return None
     started = time.perf_counter()
     logp, hidden, targets = score(side, tokens)
@@ -298,7 +318,7 @@ def run_rank(options: Options, checkpoint: Path, out: Path | None, quiet: bool) 
     everyone: list[Any] = [None] * ranks.world_size
     dist.all_gather_object(everyone, (shard.start, shard.stop))
     bounds = everyone[: options.trainer_tp]
-    optimizer = torch.optim.Adam([*body.parameters(), head], lr=options.learning_rate) if trains else None
+    optimizer = Adam([*body.parameters(), head], options.learning_rate) if trains else None
     steps = []
     for step in range(options.steps):
         found = train_step(side, step, bounds, optimizer)
