@@ -74,3 +74,11 @@ def test_over_a_group(tmp_path: Path) -> None:
     for name in ("group", "sequence parallel", "one rank", "materialised"):
         assert entry[f"{name} forward"] > 0 and entry[f"{name} forward + backward"] > 0
     assert {"share of gather + fold", "share of dH not hidden", "efficiency"} < set(entry)
+
+
+def test_weight_fingerprint() -> None:
+    script = SCRIPT.with_name("weight_fingerprint.py")
+    options = ["--rows", "300", "--depth", "40", "--rounds", "2"]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "300 x 40 bf16: fingerprint" in done.stdout and "share" in done.stdout

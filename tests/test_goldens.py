@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vocabshard import _C, contract
+from vocabshard import _C, contract, kernels
 from vocabshard.kernels import cpu
+from vocabshard.kernels.backends import LOGITS
 from vocabshard.testing import goldens, specification
 
 CPU_CASES = [(p, name) for p in (contract.FMA_CHAIN, contract.GIVEN_LOGITS) for name in goldens.CASES[p]]
@@ -78,6 +79,14 @@ def test_verdicts_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", goldens.CASES[contract.GIVEN_LOGITS])
 def test_triton_logits(name: str) -> None:
     check(contract.GIVEN_LOGITS, name, goldens.runner("triton"), "cuda", "triton")
+
+
+@pytest.mark.needs("sm90")
+@pytest.mark.parametrize("name", goldens.CASES[contract.GIVEN_LOGITS])
+def test_sm90_logits(name: str) -> None:
+    if LOGITS not in kernels.row("sm90").capability.entries:
+        pytest.skip("this backend does not declare that it serves logits that exist")
+    check(contract.GIVEN_LOGITS, name, goldens.runner("sm90"), "cuda", "sm90")
 
 
 TRITON_CASES = [
