@@ -839,8 +839,12 @@ def test_ranks_one_is_killed(scored, text, out, tmp_path, capfd, monkeypatch):
     script.write_text(KILLED_RANK)
     started = time.monotonic()
     with monkeypatch.context() as killing:
-        run = lambda tp, arguments: launching.run(tp, [str(script), *arguments])  # noqa: E731
-        killing.setattr(score_module, "start_ranks", run)
+
+        def start(tp, arguments):  # as by torchrun, which says how many there are
+            assert arguments[-2:] == ["--tp", "2"]
+            return launching.run(tp, [str(script), *arguments[:-2]])
+
+        killing.setattr(score_module, "start_ranks", start)
         assert score(TINY, text, out, "--tp", "2") == 128 + 9
     err = capfd.readouterr().err
     assert "rank 1 of 2 failed with exit code 137; the others were ended" in err
@@ -859,14 +863,3 @@ def test_ranks_one_is_killed(scored, text, out, tmp_path, capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
     assert main(["compare", str(scored), str(out)]) == 0
     assert capfd.readouterr().out.endswith("equal\n")
-
-
-def test_ranks_of_torchrun(out, tmp_path, capfd):
-    """Started by somebody else: what is wrong with the input is said once."""
-    program = [str(PACKAGE / "command" / "rank" / "__main__.py"), "score", str(TINY)]
-    options = ["--out", str(out), "--quiet"]
-    assert launching.run(2, [*program, str(tmp_path / "none.txt"), *options]) == 2
-    err = capfd.readouterr().err
-    assert err.count("vocabshard: error: text ") == 1
-    assert "Traceback" not in err
-    assert out.read_text() == "old"
