@@ -2,7 +2,7 @@
 
     python benchmarks/weight_fingerprint.py [--rows 151936] [--depth 4096] [--rounds 20]
 
-Bytes: the fingerprint reads the weight once; a copy reads and writes it, so twice as many. Medians of interleaved rounds.
+The fingerprint reads the weight once; a copy reads and writes it, twice as many bytes. Medians of interleaved rounds.
 """
 
 from __future__ import annotations

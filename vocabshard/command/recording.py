@@ -5,6 +5,7 @@ What stops a run, a full disk or a signal, leaves a `.partial` of whole records,
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -111,7 +112,8 @@ class Recording:
 
     def _failed(self, error: OSError) -> InputError:
         if self._file is not None and self.done:
-            os.ftruncate(self._file, self._length)  # without the part of a record that found room
+            with contextlib.suppress(OSError):  # else the next run does it
+                os.ftruncate(self._file, self._length)  # without the part of a record that found room
             kept = f"{self.done} tokens are kept in {self.partial}, and the same command goes on from there"
         else:
             self.partial.unlink(missing_ok=True)
