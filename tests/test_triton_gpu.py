@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
 import itertools
 import os
@@ -522,6 +523,11 @@ def test_configurations_fill_the_chip() -> None:
     count = torch.cuda.get_device_properties(0).multi_processor_count
     for n, d, v in ((4096, 4096, 151936), (4096, 2048, 131072), (4096, 4096, 37984), (64, 4096, 151936)):
         config = launch_config(n, v, d, "descriptors", False, count)
-        programs = -(-n // config.block_m) * config.runs
-        waves = -(-programs // (count * config.residents))
-        assert programs >= 0.9 * waves * count * config.residents, (n, d, v, config)
+        rows, blocks, long_runs = -(-n // config.block_m), -(-v // config.block_n), config.runs - config.short_runs
+        long_blocks = blocks - config.short_blocks
+        runs = [(i + 1) * long_blocks // long_runs - i * long_blocks // long_runs for i in range(long_runs)]
+        runs += [1] * config.short_runs
+        slots = [0] * count * config.residents  # each takes the next program when its last has ended
+        for blocks_of_run in (b for b in runs for _ in range(rows)):
+            heapq.heapreplace(slots, slots[0] + blocks_of_run)
+        assert max(slots) <= 1.04 * rows * blocks / len(slots), (n, d, v, config)
