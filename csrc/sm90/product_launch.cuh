@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "sm90/check.h"
-#include "sm90/product_wgmma.cuh"
 #include "sm90/product_wgmma.h"
+#include "sm90/product_wide.cuh"
 #include "sm90/tensor_map.h"
 
 namespace vocabshard::sm90 {
@@ -14,7 +14,7 @@ namespace vocabshard::sm90 {
 inline int64_t quotient_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 template <class Kernel>
-void launch_kernel(const ProductCall& call, int64_t most_clusters, cudaStream_t stream) {
+void launch_kernel(void (*kernel)(ProductParams), const ProductCall& call, int64_t most_clusters, cudaStream_t stream) {
   constexpr bool kHalfPrecision = std::is_same_v<typename Kernel::Element, __half>;
   ProductParams p = {};
   p.a = Kernel::kTransposedA ? map_rows(call.a, kHalfPrecision, call.depth, call.rows, call.a_row, Kernel::kLinesA)
@@ -25,41 +25,42 @@ void launch_kernel(const ProductCall& call, int64_t most_clusters, cudaStream_t 
   p.row_active = call.row_active, p.row_mask = call.row_mask;
   p.rows = static_cast<int32_t>(call.rows), p.columns = static_cast<int32_t>(call.columns);
   p.k_steps = static_cast<int32_t>(quotient_up(call.depth, 16));
-  p.m_tiles = static_cast<int32_t>(quotient_up(call.rows, Kernel::kRows));
-  p.n_tiles = static_cast<int32_t>(quotient_up(call.columns, 2 * Kernel::kColumns));
+  p.m_tiles = static_cast<int32_t>(quotient_up(call.rows, Kernel::kClusterRows));
+  p.n_tiles = static_cast<int32_t>(quotient_up(call.columns, Kernel::kClusterColumns));
   const int64_t tiles = static_cast<int64_t>(p.m_tiles) * p.n_tiles;
   if (tiles >= (int64_t{1} << 30)) throw std::invalid_argument("a gradient of 2^45 elements or more");
-  const auto kernel = product_wgmma<Kernel>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes),
         "shared memory");
   const int64_t clusters = std::min(tiles, most_clusters);
   kernel<<<static_cast<unsigned>(2 * clusters), Kernel::kThreads, Kernel::kSharedBytes, stream>>>(p);
 }
 
-// Tiles of 192 rows or of 128: what takes the fewer rows a cluster. Where it's about the same the taller one is faster
-// by a hundredth, its operands are read less often.
-inline bool tall_tiles(const ProductCall& call, int64_t most_clusters) {
-  const auto cost = [&](int64_t rows) {
-    const int64_t tiles = quotient_up(call.rows, rows) * quotient_up(call.columns, 2 * kProductColumns);
-    return rows * quotient_up(tiles, most_clusters);
-  };
-  return 100 * cost(192) <= 101 * cost(128);
+// Rows that a cluster's share of the gradient comes to, 256 columns wide, with so many rows at a time.
+inline int64_t rows_of_cluster(const ProductCall& call, int64_t rows, int64_t most_clusters) {
+  return rows * quotient_up(quotient_up(call.rows, rows) * quotient_up(call.columns, 256), most_clusters);
 }
 
 template <class Element>
 void launch_product_element(const ProductCall& call, int32_t multiprocessors, cudaStream_t stream) {
   const int64_t most_clusters = std::max(multiprocessors / 2, 1);
-  const bool tall = tall_tiles(call, most_clusters);
-  if (!call.transposed && tall)
-    launch_kernel<ProductKernel<Element, false, true, 3>>(call, most_clusters, stream);
+  const auto launch = [&](auto kernel) {
+    using Kernel = decltype(kernel);
+    launch_kernel<Kernel>(product_wgmma<Kernel>, call, most_clusters, stream);
+  };
+  // As little as there is to do for the busiest cluster; where it's the same, the taller tile reads less.
+  const int64_t low = rows_of_cluster(call, 128, most_clusters);
+  const bool tall = 100 * rows_of_cluster(call, 192, most_clusters) <= 101 * low;
+  const bool wide = !tall && rows_of_cluster(call, 256, most_clusters) <= low;
+  if (!call.transposed && wide)
+    launch_kernel<WideKernel<Element>>(product_wide<WideKernel<Element>>, call, most_clusters, stream);
   else if (!call.transposed)
-    launch_kernel<ProductKernel<Element, false, true, 2>>(call, most_clusters, stream);
+    tall ? launch(ProductKernel<Element, false, true, 3>()) : launch(ProductKernel<Element, false, true, 2>());
   else if (call.init != nullptr)
-    launch_kernel<ProductKernel<Element, true, true, 2>>(call, most_clusters, stream);
+    launch(ProductKernel<Element, true, true, 2>());
   else if (tall && call.output != kProductAdd)
-    launch_kernel<ProductKernel<Element, true, false, 3>>(call, most_clusters, stream);
+    launch(ProductKernel<Element, true, false, 3>());
   else
-    launch_kernel<ProductKernel<Element, true, false, 2>>(call, most_clusters, stream);
+    launch(ProductKernel<Element, true, false, 2>());
 }
 
 }  // namespace vocabshard::sm90

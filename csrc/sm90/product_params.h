@@ -21,7 +21,7 @@ struct alignas(128) ProductParams {
   const uint64_t* row_mask;   // or null
   int32_t rows, columns;      // M, C
   int32_t k_steps;            // ceil(K / 16)
-  int32_t m_tiles, n_tiles;   // n: of a cluster, two tiles wide
+  int32_t m_tiles, n_tiles;   // of a cluster
 };
 
 }  // namespace vocabshard::sm90

@@ -18,6 +18,7 @@ struct ProductKernel {
   using Element = Element_;
   static constexpr bool kTransposedA = kTransposedA_, kInit = kInit_;
   static constexpr int kBlocks = kBlocks_, kRows = 64 * kBlocks, kColumns = kProductColumns;
+  static constexpr int kClusterRows = kRows, kClusterColumns = 2 * kColumns;
 
   static constexpr int kWarpgroup = 128, kThreads = 3 * kWarpgroup;
   // Of the 168 a thread the kernel starts with: 128 * 40 + 256 * 232 <= 65536.
