@@ -14,6 +14,7 @@ from vocabshard.autograd import LinearLogp, LogitsLogp
 from vocabshard.contract import Provenance
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
+from vocabshard.passes import LinearOperands, linear_forward
 from vocabshard.plan import Operands, Plan, Request, group_size, make_plan
 from vocabshard.shard import VocabShard
 
@@ -134,9 +135,12 @@ def linear_logp(
     plan = make_plan(request, operands, check)
     shape = target_ids.shape
     rows = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
-    logp, lse, entropy, logits, _ = LinearLogp.apply(
-        rows, weight, bias, plan.target_ids, plan.inv_temperature, plan.call
-    )
+    operands_of_rows = LinearOperands(rows, weight, bias, plan.target_ids, plan.inv_temperature)
+    if plan.call.differentiable:
+        logp, lse, entropy, logits, _ = LinearLogp.apply(*operands_of_rows, plan.call)
+    else:  # without autograd's own time, which a decoding step would notice
+        folded, logits, _ = linear_forward(plan.call, operands_of_rows)
+        logp, lse, entropy = folded.logp, folded.lse, folded.entropy
     if not (return_lse or return_entropy or return_logits):
         return logp.view(shape)
     return LogpOutput(
