@@ -167,7 +167,6 @@ def calls_of(head: Head, peers: dict[str, Callable[..., Tensor]]) -> dict[str, C
         return lambda *x: head.over_group(*x, **options)
 
     ordered = with_(grad_options=vs.GradOptions(reduce="ordered"))
-    saved = with_(grad_options=vs.GradOptions(save_logits_budget="auto"))
     sequence = with_(sequence_parallel=True)
     silent = both(head.over_group, *operands, head.upstream)
 
@@ -183,7 +182,6 @@ def calls_of(head: Head, peers: dict[str, Callable[..., Tensor]]) -> dict[str, C
         f"sequence parallel {FORWARD}": forward(sequence, *parallel),
         f"sequence parallel {BOTH}": both(sequence, *parallel, head.upstream),
         f"ordered {BOTH}": both(ordered, *operands, head.upstream),
-        f"saved {BOTH}": both(saved, *operands, head.upstream),
         f"one rank {FORWARD}": forward(head.alone, head.hidden, head.whole, head.target),
         f"one rank {BOTH}": both(head.alone, head.hidden, head.whole, head.target, head.upstream),
     }
@@ -245,12 +243,12 @@ def main() -> None:
                     unit = "" if name.startswith("efficiency") else unit
                     text = value if isinstance(value, str) else f"{value * 100 if unit == '%' else value:.3f} {unit}"
                     print(f"  {name:36} {text}", flush=True)
+                if args.json:  # after each, so that a run that is ended leaves what it has
+                    args.json.parent.mkdir(parents=True, exist_ok=True)
+                    args.json.write_text(json.dumps(report, indent=1) + "\n")
             del head
             if GPU:
                 torch.cuda.empty_cache()
-    if args.json and ranks.rank == 0:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
     dist.destroy_process_group()
 
 
