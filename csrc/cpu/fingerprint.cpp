@@ -1,9 +1,9 @@
 // The fingerprint of a matrix: a sum of a hash of each 8-byte word and its place, so that parts add up in any order.
 #include <atomic>
-#include <cstring>
 #include <vector>
 
 #include "api.h"
+#include "cpu/kernels.h"
 #include "cpu/threads.h"
 
 namespace vocabshard {
@@ -22,27 +22,6 @@ uint64_t mix(uint64_t x) {
 uint64_t row_key(int64_t row) { return mix(2 * static_cast<uint64_t>(row)); }
 uint64_t column_key(int64_t word) { return mix(2 * static_cast<uint64_t>(word) + 1); }
 
-uint64_t word_hash(uint64_t x, uint64_t key) {
-  const uint64_t y = x ^ key;
-  return (y & 0xffffffffu) * (y >> 32) + (x << 32 | x >> 32);
-}
-
-uint64_t row_sum(const unsigned char* row, int64_t bytes, uint64_t key, const uint64_t* columns) {
-  const int64_t words = bytes / kWord;
-  uint64_t sum = 0;
-  for (int64_t w = 0; w < words; ++w) {
-    uint64_t x;
-    std::memcpy(&x, row + w * kWord, kWord);
-    sum += word_hash(x, key + columns[w]);
-  }
-  if (bytes % kWord) {  // the last word is filled up with zeros
-    uint64_t x = 0;
-    std::memcpy(&x, row + words * kWord, static_cast<size_t>(bytes % kWord));
-    sum += word_hash(x, key + columns[words]);
-  }
-  return sum;
-}
-
 }  // namespace
 
 uint64_t cpu_fingerprint(const void* data, int64_t rows, int64_t row_bytes, int64_t row_stride_bytes, int64_t first_row,
@@ -51,12 +30,13 @@ uint64_t cpu_fingerprint(const void* data, int64_t rows, int64_t row_bytes, int6
   for (size_t w = 0; w < columns.size(); ++w) columns[w] = column_key(static_cast<int64_t>(w));
   const int64_t block = cpu::larger(1, (1 << 20) / cpu::larger(row_bytes, 1));
   std::atomic<uint64_t> total{0};
+  const auto row_hash = cpu::kernels(-1).row_hash;
   cpu::Team team(threads);
   team.run(cpu::ceil_div(rows, block), [&](int64_t task, int) {
     uint64_t sum = 0;
     for (int64_t r = task * block; r < cpu::smaller(rows, (task + 1) * block); ++r)
-      sum += row_sum(static_cast<const unsigned char*>(data) + r * row_stride_bytes, row_bytes, row_key(first_row + r),
-                     columns.data());
+      sum += row_hash(static_cast<const unsigned char*>(data) + r * row_stride_bytes, row_bytes, row_key(first_row + r),
+                      columns.data());
     total += sum;  // integers: the order does not matter
   });
   return total;

@@ -75,6 +75,8 @@ struct Kernels {
   void (*finish_logits)(const Block& block);
   // From the chain to the gradient of the logits before bias, in place.
   void (*gradients)(const Block& block, const PanelRows* rows);
+  // Of a fingerprint: `bytes` of one row, the key of the row and those of the columns' 8-byte words.
+  uint64_t (*row_hash)(const unsigned char* row, int64_t bytes, uint64_t key, const uint64_t* columns);
   bool (*contracts)();
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/gemm.h"
+#include "cpu/hash.h"
 #include "cpu/rows.h"
 #include "cpu/softmax.h"
 
@@ -21,7 +22,7 @@ bool contracts() {
 }
 
 constexpr Kernels kTable = {VS_VARIANT_NAME, pack_panel, unpack_panel,  pack_columns, load_rows, store_row,
-                            multiply,        softmax,    finish_logits, gradients,    contracts};
+                            multiply,        softmax,    finish_logits, gradients,    row_hash,  contracts};
 
 }  // namespace
 
