@@ -243,7 +243,7 @@ def test_logits_asked_for_or_not() -> None:
 @pytest.mark.parametrize(
     "n, d, v",
     # the last: clusters that share rows, many turns of the ring, and at the end a tile of which one CTA has nothing
-    [(1, 128, 50257), (64, 256, 9496), (130, 64, 4099), (300, 100, 1000), (513, 2048, 8192), (300, 2048, 50304)],
+    [(1, 128, 50257), (64, 256, 9496), (130, 64, 4099), (300, 100, 1000), (513, 2048, 8192), (300, 2048, 50432)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_bytes_of_the_triton_backend(n: int, d: int, v: int, dtype: torch.dtype) -> None:
