@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -12,6 +14,23 @@ inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess)
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
 }
+
+// Does something once a device: a launch has better things to do.
+class OncePerDevice {
+ public:
+  template <class Action>
+  void operator()(const Action& action) {
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if ((done_.load(std::memory_order_acquire) & bit) != 0) return;
+    action();
+    done_.fetch_or(bit, std::memory_order_release);
+  }
+
+ private:
+  std::atomic<uint64_t> done_{0};
+};
 
 // Launches a kernel that calls grid_wait before it touches memory: it may be set up while the grid before it runs.
 template <class... Params, class... Given>

@@ -1,5 +1,6 @@
 // Chooses a forward kernel by shape, and launches it with the merge behind it.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 #include "contract.h"
@@ -107,9 +108,12 @@ void launch_plain_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
 }  // namespace
 
 int32_t multiprocessor_count() {
+  static std::atomic<int> counts[64];
   int device = 0, count = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < 64 && (count = counts[device].load(std::memory_order_relaxed)) != 0) return count;
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  if (device < 64) counts[device].store(count, std::memory_order_relaxed);
   return count;
 }
 

@@ -199,7 +199,10 @@ template <class Element, bool kEntropy, int kMBlocks, int kGroups>
 void launch_one(const WgmmaParams& p, cudaStream_t stream) {
   const auto kernel = forward_wgmma<Element, kEntropy, kMBlocks, kGroups>;
   constexpr int kBytes = SharedLayout<kEntropy, kMBlocks, kGroups>::kBytes;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
+  static OncePerDevice once;
+  once([&] {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
+  });
   kernel<<<2 * p.schedule.clusters, kMainloopThreads, kBytes, stream>>>(p);
 }
 

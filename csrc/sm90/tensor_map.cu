@@ -64,8 +64,9 @@ Operands map_operands(const Rows& hidden, const Rows& weight, int64_t depth, boo
   o.share_columns = share_columns;
   o.hidden = map_rows(hidden.base, half_precision, hidden.count, depth, hidden.stride,
                       (share_columns ? 64 : 32) * shape.m_blocks);
-  o.tail = map_rows(weight.base, half_precision, weight.count, depth, weight.stride,
-                    share_columns ? kGroupColumns / 2 : kGroupColumns);
+  if (weight.count % kGroupColumns != 0)
+    o.tail = map_rows(weight.base, half_precision, weight.count, depth, weight.stride,
+                      share_columns ? kGroupColumns / 2 : kGroupColumns);
   if (whole_groups > 0) {
     o.group = map_groups(weight.base, half_precision, whole_groups, depth, weight.stride, 1, share_columns);
     o.tile = share_columns
