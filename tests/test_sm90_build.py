@@ -16,8 +16,9 @@ import setuptools
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc" / "sm90").glob("*.cu"))
-FUSED = [s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge"))]
-WGMMA = [s for s in SOURCES if s.stem.startswith("forward_wgmma")]
+FUSED = [s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge", "dlogits"))]
+KERNELS = {"forward_wgmma": 4, "dlogits_": 2}  # tile shapes, with entropy and without; plain or not
+WGMMA = [s for s in SOURCES if s.stem.startswith(tuple(KERNELS))]
 PRODUCTS = [s for s in SOURCES if s.stem.startswith("product_wgmma")]
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
@@ -107,7 +108,7 @@ def test_spills_nothing(source: Path) -> None:
 @pytest.mark.parametrize("source", WGMMA, ids=lambda s: s.stem)
 def test_wgmma_kernels_use_the_tensor_cores(source: Path) -> None:
     kernels = disassembly(source)
-    assert len(kernels) == 4  # two tile shapes, with entropy and without
+    assert len(kernels) == next(count for stem, count in KERNELS.items() if source.stem.startswith(stem))
     for kernel, sass in kernels.items():
         assert "HGMMA.64x" in sass, f"{kernel}: no HGMMA"
         assert "UTMALDG" in sass, f"{kernel}: no tensor copy"

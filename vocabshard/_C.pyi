@@ -226,3 +226,60 @@ def sm90_grad_weight(
     stream: int,
 ) -> None:
     """grad [Vb, D] = or += (init or 0) + dlogits [N, Vb]^T @ hidden [N, D]."""
+
+SM90_DLOGITS_ROW_BYTES: int
+
+def sm90_dlogits_rows(
+    *,
+    device: int,
+    rows: int,
+    lse2_int: int,
+    lse2_frac: int,
+    entropy: int = 0,
+    grad_target: int,
+    grad_softmax: int,
+    grad_entropy: int = 0,
+    target_ids: int,
+    vocab_start: int,
+    valid: int,
+    row_inv_temperature: int = 0,
+    inv_temperature: float = 1.0,
+    terms: int,
+    active: int,
+    broken: int = 0,
+    element: int,
+    depth: int,
+    hidden: int = 0,
+    hidden_row: int = 0,
+    stream: int,
+) -> None:
+    """The rows' terms, SM90_DLOGITS_ROW_BYTES each; which rows count, which of the others hold infinities or NaN."""
+
+def sm90_dlogits(
+    *,
+    device: int,
+    element: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    hidden: int,
+    hidden_row: int,
+    weight: int,
+    weight_row: int,
+    bias: int = 0,
+    bias_element: int = 0,
+    softcap: float = 0.0,
+    plain: bool,
+    first_column: int,
+    row_terms: int,
+    out: int,
+    out_row: int,
+    bias_sums: int = 0,
+    stream: int,
+) -> None:
+    """dlogits of a block of columns, rounded to the element, [rows, out_row]."""
+
+def sm90_bias_sums(
+    *, device: int, sums: int, blocks: int, stride: int, columns: int, grad_bias: int, bias_element: int, stream: int
+) -> None:
+    """Adds up the sums of blocks of 128 rows."""

@@ -226,12 +226,12 @@ def grad_options(options: GradOptions, weight: Tensor) -> None:
     _same_device(weight=weight, main_grad=main_grad)
 
 
-def ordered(backend: str, continues_chain: bool) -> None:
+def ordered(backend: str, dtype: torch.dtype, continues_chain: bool) -> None:
     """Whether a backend's grad_hidden can go on from another rank's."""
     if not continues_chain:
         raise NotImplementedError(
             f'reduce="ordered" needs a backend whose grad_hidden is one chain over the vocabulary; {backend!r} has '
-            'none, use reduce="sum"'
+            f'none for {dtype}, use reduce="sum"'
         )
 
 

@@ -165,7 +165,8 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         if isinstance(request.contract, LogprobContract):
             request.contract.check_call(_described(request, operands, choice, inv_temperature))
         if request.grad.reduce == "ordered":
-            checks.ordered(choice.backend, getattr(kernels.module(choice.backend), "CONTINUES_CHAIN", False))
+            dtype = operands.matrix.dtype
+            checks.ordered(choice.backend, dtype, kernels.continues_chain(choice.backend, dtype))
         if shard is None:
             shard = known_shard(
                 operands.local_size,

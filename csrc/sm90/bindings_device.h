@@ -30,6 +30,7 @@ class OnDevice {
   int device_, before_ = 0;
 };
 
+void register_dlogits(pybind11::module_& module);
 void register_products(pybind11::module_& module);
 
 }  // namespace vocabshard::sm90

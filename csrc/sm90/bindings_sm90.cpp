@@ -32,6 +32,7 @@ DeviceForward forward_call(int device, int32_t element, int64_t rows, int64_t de
 }  // namespace
 
 void register_sm90(py::module_& module) {
+  register_dlogits(module);
   register_products(module);
   py::class_<DeviceForward>(module, "Sm90Forward", "A forward of `hidden` and `weight`, to be planned and launched.")
       .def(py::init(&forward_call), py::kw_only(), py::arg("device"), py::arg("element"), py::arg("rows"),

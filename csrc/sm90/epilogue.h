@@ -61,6 +61,24 @@ VS_DEVICE float load_bias(const void* bias, int32_t type, int64_t column) {
   return static_cast<const float*>(bias)[column];
 }
 
+// `bias` holds the tile's columns in shared memory.
+template <int kMBlocks, int kGroups>
+VS_DEVICE void add_bias(Accumulator<kMBlocks, kGroups>& acc, const float* bias, int lane) {
+#pragma unroll
+  for (int a = 0; a < kGroups; ++a)
+#pragma unroll
+    for (int j = 0; j < 16; j += 4) {
+      const float4 b = *reinterpret_cast<const float4*>(bias + kGroupColumns * a + lane % 4 * 16 + j);
+#pragma unroll
+      for (int r = 0; r < 2 * kMBlocks; ++r) {
+        acc.at(r, a, j) = add(acc.at(r, a, j), b.x);
+        acc.at(r, a, j + 1) = add(acc.at(r, a, j + 1), b.y);
+        acc.at(r, a, j + 2) = add(acc.at(r, a, j + 2), b.z);
+        acc.at(r, a, j + 3) = add(acc.at(r, a, j + 3), b.w);
+      }
+    }
+}
+
 // A group that came as it lies: lane q holds columns 8 i + 2 q + e at j = 2 i + e, and is to hold 16 q + j. In blocks
 // of four columns (i / 2 the block, i % 2 and e inside) lane and block change places: a transposition within the quad.
 template <int kMBlocks, int kGroups>

@@ -39,10 +39,7 @@ void require(bool ok, const char* what) {
 RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   RowWork work = {};
   work.bias = call.bias;
-  work.bias_type = call.bias == nullptr          ? kBiasNone
-                   : call.bias_element == kFloat ? kBiasFloat
-                   : call.bias_element == kHalf  ? kBiasHalf
-                                                 : kBiasBfloat16;
+  work.bias_type = bias_type(call.bias, call.bias_element);
   work.rows = static_cast<int32_t>(rows);
   work.columns = static_cast<int32_t>(call.columns);
   work.valid = static_cast<int32_t>(call.valid);

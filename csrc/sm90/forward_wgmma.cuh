@@ -55,19 +55,7 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
     for (int32_t i = 32 * warp + lane; i < kColumns; i += kWarpgroup)
       bias[i] = i < columns ? load_bias(work.bias, work.bias_type, first_column + i) : 0.0f;
     ptx::barrier_sync(kBiasReady, kWarpgroup);
-#pragma unroll
-    for (int a = 0; a < kGroups; ++a)
-#pragma unroll
-      for (int j = 0; j < 16; j += 4) {
-        const float4 b = *reinterpret_cast<const float4*>(bias + kGroupColumns * a + 16 * q + j);
-#pragma unroll
-        for (int r = 0; r < 2 * kMBlocks; ++r) {
-          acc.at(r, a, j) = add(acc.at(r, a, j), b.x);
-          acc.at(r, a, j + 1) = add(acc.at(r, a, j + 1), b.y);
-          acc.at(r, a, j + 2) = add(acc.at(r, a, j + 2), b.z);
-          acc.at(r, a, j + 3) = add(acc.at(r, a, j + 3), b.w);
-        }
-      }
+    add_bias(acc, bias, lane);
   }
   if (work.cap != 0.0f) softcap_all(acc, work.cap);
   if (work.logits != nullptr) store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);

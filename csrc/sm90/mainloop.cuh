@@ -186,7 +186,9 @@ VS_DEVICE void multiply(Accumulator<kMBlocks, kGroups>& acc, const Operands& o, 
 
 // By both consumers: each takes every other of `count` tiles, and `finish(acc, tile, more)` makes of it what the kernel
 // is for. tile is {block of rows, first group, groups, place}, `more` says that the other consumer has the next one.
-template <class Element, int kMBlocks, int kGroups, int kRing = kStages, class Finish>
+// kClear: accumulators begin as zeros and not as what they are, which the compiler may keep from tile to tile, and
+// spill.
+template <class Element, int kMBlocks, int kGroups, int kRing = kStages, bool kClear = false, class Finish>
 VS_DEVICE void take_turns(const Operands& o, const char* base, uint32_t shared, int32_t count, const Finish& finish) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
   const int consumer = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup)) - 1;
@@ -197,6 +199,7 @@ VS_DEVICE void take_turns(const Operands& o, const char* base, uint32_t shared, 
     Stage<kRing> stage;
     stage.skip(i * o.k_blocks);
     Accumulator<kMBlocks, kGroups> acc;
+    if constexpr (kClear) acc = {};
     int4 tile;
     ptx::barrier_sync(kTurn + i % 2, 2 * kWarpgroup);
     multiply<Element>(acc, o, shared, stage, tile, tiles + i % kTileRing);

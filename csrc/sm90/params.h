@@ -5,11 +5,16 @@
 
 #include <cstdint>
 
+#include "sm90/launch.h"
 #include "sm90/schedule.h"
 
 namespace vocabshard::sm90 {
 
 enum BiasType : int32_t { kBiasNone = 0, kBiasFloat = 1, kBiasBfloat16 = 2, kBiasHalf = 3 };
+
+inline int32_t bias_type(const void* bias, int32_t element) {
+  return bias == nullptr ? kBiasNone : element == kFloat ? kBiasFloat : element == kHalf ? kBiasHalf : kBiasBfloat16;
+}
 
 // From the chain to y, and what is kept of it: the same for every forward kernel.
 struct RowWork {

@@ -148,6 +148,21 @@ VS_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Loads that stay where they stand: the compiler may not make them early and keep what they bring.
+VS_DEVICE float4 load_float4(const void* at) {
+  float4 x;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(at)
+               : "memory");
+  return x;
+}
+VS_DEVICE float load_float(const void* at) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+  return x;
+}
+
 // ---- arithmetic ----
 
 // A maximum that keeps a NaN from either side, and +0 over -0.
@@ -156,6 +171,15 @@ VS_DEVICE float max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
   return m;
 }
+
+// 2^x by the special function unit, error 2^-22; results below the normal numbers are 0.
+VS_DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+VS_DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & 0x7fffffffu) == 0x7f800000u; }
 
 // x * 2^n cut to 32 bits, for any n: PTX shifts by 32 and more give 0, and a negative n is a huge unsigned one.
 VS_DEVICE uint32_t shifted(uint32_t x, int32_t n) {

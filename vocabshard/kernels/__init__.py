@@ -45,6 +45,11 @@ def module(backend: str) -> ModuleType:
     return importlib.import_module(_ROWS[backend].module)
 
 
+def continues_chain(backend: str, dtype: torch.dtype) -> bool:
+    """Whether that backend's grad_hidden is one ascending chain over the columns, whatever the shards."""
+    return dtype in getattr(module(backend), "CONTINUES_CHAIN", ())
+
+
 @functools.lru_cache(maxsize=256)
 def select_backend(backend: str, device: torch.device, dtype: torch.dtype, given_logits: bool = False) -> Choice:
     """Pure in its arguments and in what is installed. ValueError when the named backend cannot serve the input."""

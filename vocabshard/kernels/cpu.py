@@ -109,7 +109,7 @@ def forward(
 
 
 # grad_hidden goes on from given accumulators as one ascending chain
-CONTINUES_CHAIN = True
+CONTINUES_CHAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:

@@ -7,8 +7,8 @@ A kernel module has
         -> grad_hidden fp32 [N, D] | None, grad_weight | None, grad_bias | None
     kept_bytes_per_row(columns, dtype) -> int         what KeptLogits take; 0: this kernel keeps nothing
     new_kept(rows, columns, dtype, device) -> KeptLogits    to be filled by forward(keep=...), of problem.valid columns
-    CONTINUES_CHAIN = True                                  where grad_hidden is one ascending chain over the columns,
-                                                            so that no boundary between shards shows in it
+    CONTINUES_CHAIN                                         dtypes whose grad_hidden is one ascending chain over the
+                                                            columns, so that no boundary between shards shows in it
 What is kept never changes a byte of the records.
 """
 

@@ -12,38 +12,16 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.contract import check_constants
-from vocabshard.kernels.blockwise import backward
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
+from vocabshard.kernels.sm90_backward import backward
+from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
 from vocabshard.partials import new_records
 
 check_constants(_C.contract())
 
-ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 PATHS: dict[str, int] = _C.SM90_PATHS
-_WIDTH = 8  # elements of 16 bytes: what the copy engine's addresses and strides are multiples of
-
-
-def _readable_by_tma(x: Tensor) -> bool:
-    row, column = x.stride()
-    return column == 1 and row > 0 and row % _WIDTH == 0 and x.data_ptr() % 16 == 0
-
-
-def _plain(x: Tensor) -> Tensor:
-    """The same values; a stride that nothing is reached by (a dimension of size 1) becomes a harmless one."""
-    rows, depth = x.shape
-    row, column = x.stride()
-    if rows > 1 and depth > 1:
-        return x
-    column = column if depth > 1 else 1
-    row = row if rows > 1 else -(-depth // _WIDTH) * _WIDTH
-    return x if x.stride() == (row, column) else x.as_strided(x.shape, (row, column), x.storage_offset())
-
-
-def _for_tma(x: Tensor) -> Tensor:
-    """A copy of hidden whose rows start at multiples of 16 bytes."""
-    rows, depth = x.shape
-    return x.new_empty(rows, -(-depth // _WIDTH) * _WIDTH)[:, :depth].copy_(x)
+CONTINUES_CHAIN = (torch.bfloat16, torch.float16)
 
 
 def forward(
@@ -66,9 +44,9 @@ def forward(
     rows, depth = hidden.shape
     columns = weight.shape[0]
     device = hidden.device
-    hidden, weight = _plain(hidden), _plain(weight)
-    if hidden.dtype != torch.float32 and path != "mma" and _readable_by_tma(weight) and not _readable_by_tma(hidden):
-        hidden = _for_tma(hidden)
+    hidden, weight = plain_strides(hidden), plain_strides(weight)
+    if hidden.dtype != torch.float32 and path != "mma" and readable_by_tma(weight) and not readable_by_tma(hidden):
+        hidden = for_tma(hidden)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     per_row, scale = None, 1.0

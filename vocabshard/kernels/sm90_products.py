@@ -41,6 +41,11 @@ def _operand(x: Tensor, width: int) -> Tensor:
     return copy
 
 
+def _rows(x: Tensor) -> Tensor:
+    """x, any number of columns, or a copy of it with rows on 16 bytes."""
+    return x if x.numel() > 0 and _fits(x) else _operand(x, _width(x.shape[1]))
+
+
 def _sum(x: Tensor, width: int) -> Tensor:
     """x, or a place of its type beside it that can be written 16 bytes at a time."""
     return x if x.shape[1] == width and _fits(x) else x.new_empty(x.shape[0], width)
@@ -66,7 +71,7 @@ def grad_hidden(
         if not go_on:
             grad.zero_()
         return
-    dlogits, weight = _operand(dlogits, _width(columns)), _operand(weight, width)
+    dlogits, weight = _rows(dlogits), _operand(weight, width)
     out = _sum(grad, width)
     if out is not grad and go_on:
         out[:, :depth] = grad
@@ -116,7 +121,7 @@ def grad_weight(
         elif go_on_from is not None:
             grad += go_on_from
         return
-    dlogits, hidden = _operand(dlogits, _width(columns)), _operand(hidden, width)
+    dlogits, hidden = _rows(dlogits), _operand(hidden, width)
     out, init = _sum(grad, width), None
     if out is not grad and add:
         out[:, :depth] = grad

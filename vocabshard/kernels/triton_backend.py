@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from vocabshard.kernels.triton_backward import backward
 from vocabshard.kernels.triton_linear import forward, kept_bytes_per_row, new_kept, projection_id
 from vocabshard.kernels.triton_logits import logits_backward, logits_forward
 
 # grad_hidden goes on from given accumulators as one ascending chain
-CONTINUES_CHAIN = True
+CONTINUES_CHAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 __all__ = [
     "backward",

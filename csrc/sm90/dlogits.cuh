@@ -1,0 +1,279 @@
+// The gradient of the logits on tensor cores: the tiles of mainloop.cuh, and from a consumer's registers dz, rounded
+// once and stored row by row.
+//
+// dz is a pure function of z and of the row's terms, the same in every launch, tile and shard. The exponential is the
+// hardware's: its error, 2^-22, is far below the rounding of dz to 16 bits.
+#pragma once
+
+#include "sm90/check.h"
+#include "sm90/dlogits_params.h"
+#include "sm90/epilogue.h"
+#include "sm90/mainloop.cuh"
+
+namespace vocabshard::sm90 {
+
+// Of a consumer's warp: 8 rows of 64 columns, as fp32 to be summed, or as the lines of the output.
+constexpr int kScratchRow = kGroupColumns + 1, kScratchBytes = 8 * kScratchRow * 4;
+
+template <int kMBlocks, int kGroups>
+struct DlogitsLayout {
+  static constexpr int kBias = Ring<kMBlocks, kGroups>::kEnd;               // fp32, one tile's columns a consumer
+  static constexpr int kScratch = kBias + 2 * kGroups * kGroupColumns * 4;  // a consumer's warp each
+  static constexpr int kSums = kScratch + 2 * 4 * kScratchBytes;            // fp32, a tile's columns a consumer's warp
+  static constexpr int kBytes = kSums + 2 * 4 * kGroups * kGroupColumns * 4;
+  static_assert(kBytes <= 227 * 1024, "more shared memory than a CTA can have");
+};
+
+constexpr uint32_t kConsumerBarrier = kFirstFreeBarrier;  // one a consumer
+
+// Tiles of a block, bands of rows one after the other, and in a band rows fastest: hidden stays in L2 while the block's
+// weights pass. The CTAs of a cluster take the same columns of neighbouring rows, or the other way round.
+class BlockWalk {
+ public:
+  VS_DEVICE BlockWalk(const DlogitsParams& p, int32_t cluster, int32_t clusters, int32_t rank)
+      : p_(p), position_(cluster), clusters_(clusters), rank_(rank) {}
+
+  static VS_DEVICE int32_t count(const DlogitsParams& p, uint32_t cluster, uint32_t clusters) {
+    return (static_cast<uint32_t>(p.units * p.rounds) - cluster + clusters - 1) / clusters;
+  }
+
+  VS_DEVICE Tile next() {
+    const bool share = p_.operands.share_columns;
+    const int32_t per_band = p_.band * p_.rounds, band = position_ / per_band, within = position_ - band * per_band;
+    const int32_t width = min(p_.band, p_.units - band * p_.band), round = within / width;
+    const int32_t unit = band * p_.band + within - round * width;
+    position_ += clusters_;
+    const int32_t group = (share ? round : 2 * round + rank_) * p_.tile_groups;
+    const int32_t left = (p_.columns + kGroupColumns - 1) / kGroupColumns - group;
+    return {share ? 2 * unit + rank_ : unit, group, max(min(left, p_.tile_groups), 0), 0};
+  }
+
+ private:
+  const DlogitsParams& p_;
+  int32_t position_, clusters_, rank_;
+};
+
+template <class Element>
+VS_DEVICE uint32_t pack(float low, float high);
+template <>
+VS_DEVICE uint32_t pack<__nv_bfloat16>(float low, float high) {
+  uint32_t x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+template <>
+VS_DEVICE uint32_t pack<__half>(float low, float high) {
+  uint32_t x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+// The terms that every column of a row needs; those of the target are read where it is.
+VS_DEVICE DlogitsRow load_row(const DlogitsRow* at) {
+  DlogitsRow row = {};
+  const float4 a = ptx::load_float4(at);
+  row.minus_int = a.x, row.frac = a.y, row.factor = a.z, row.slope = a.w;
+  const float4 b = ptx::load_float4(reinterpret_cast<const float4*>(at) + 1);
+  row.scale = b.x, row.target = static_cast<int32_t>(bits(b.z)), row.keep = bits(b.w);
+  return row;
+}
+
+VS_DEVICE float log2_p(float y, const DlogitsRow& row) { return add(fma(y, kLog2e, row.minus_int), -row.frac); }
+
+VS_DEVICE float soft_cap_slope(float capped, float inverse_cap) {
+  const float tanh = mul(capped, inverse_cap);
+  return ptx::is_infinite(capped) ? 0.0f : fma(-tanh, tanh, 1.0f);
+}
+
+// kPlain: no softcap, no temperature, no gradient of the entropy.
+template <bool kPlain>
+VS_DEVICE float dlogit(float capped, const DlogitsRow& row, float inverse_cap) {
+  if constexpr (kPlain) {
+    return mul(ptx::exp2(log2_p(capped, row)), row.factor);
+  } else {
+    // from 2^-200 on p is 0, and -inf would make NaN of it; a NaN dropped here is in row.factor
+    const float l = fmaxf(log2_p(mul(capped, row.scale), row), -200.0f);
+    const float d = mul(ptx::exp2(l), fma(row.slope, l, row.factor));
+    return inverse_cap == 0.0f ? d : mul(d, soft_cap_slope(capped, inverse_cap));
+  }
+}
+
+// The target's: near p = 1 by p - 1, which keeps the digits that p itself has lost.
+template <bool kPlain>
+VS_DEVICE float dlogit_target(float capped, const DlogitsRow& row, float target_grad, float inverse_cap) {
+  const float y = kPlain ? capped : mul(capped, row.scale);
+  if (is_neg_inf(y)) return 0.0f;
+  const float l = log2_p(y, row), factor = kPlain ? row.factor : fma(row.slope, l, row.factor);
+  float d;
+  if (l > -0.5f && l < 0.5f) {
+    float p = fma(kExp6, l, kExp5);
+    p = fma(p, l, kExp4);
+    p = fma(p, l, kExp3);
+    p = fma(p, l, kExp2);
+    p = mul(fma(p, l, kExp1), l);
+    d = fma(factor, p, add(factor, target_grad));
+  } else {
+    d = fma(factor, ptx::exp2(fmaxf(l, -200.0f)), target_grad);
+    if (is_nan(l)) d = l;
+  }
+  return kPlain || inverse_cap == 0.0f ? d : mul(d, soft_cap_slope(capped, inverse_cap));
+}
+
+// A consumer warp's own part of what holds kBytes for each.
+template <int kBytes>
+VS_DEVICE char* warp_part(char* parts) {
+  return parts + (ptx::thread() / 32 - kWarpgroup / 32) * kBytes;
+}
+
+// 16 columns a lane, 8 rows by 64 columns a warp: turned in shared memory, so that each store writes whole lines.
+constexpr int kLinePitch = kGroupColumns * 2 + 16;  // bytes; 8 lanes reach all banks
+static_assert(8 * kLinePitch <= kScratchBytes, "the lines need more than the sums");
+
+// `at`: first column of the group in row `row` of the output, `rows` of it exist.
+VS_DEVICE void store_lines(char* scratch, const uint32_t (&x)[8], uint16_t* out, int64_t stride, int32_t rows,
+                           int lane) {
+  uint4* mine = reinterpret_cast<uint4*>(scratch + lane / 4 * kLinePitch + lane % 4 * 32);
+  mine[0] = make_uint4(x[0], x[1], x[2], x[3]);
+  mine[1] = make_uint4(x[4], x[5], x[6], x[7]);
+  __syncwarp();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = 4 * half + lane / 8;
+    const uint4 v = *reinterpret_cast<const uint4*>(scratch + row * kLinePitch + lane % 8 * 16);
+    if (row < rows) *reinterpret_cast<uint4*>(out + row * stride + lane % 8 * 8) = v;
+  }
+  __syncwarp();
+}
+
+// Adds up 8 rows of 64 columns, and sets or raises the warp's own sums of them.
+VS_DEVICE void sum_rows(float* scratch, const float (&d)[16], float* sums, bool first, int lane) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j) scratch[lane / 4 * kScratchRow + lane % 4 * 16 + j] = d[j];
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < kGroupColumns; i += 32) {
+    float sum = first ? 0.0f : sums[i];
+#pragma unroll
+    for (int row = 0; row < 8; ++row) sum = add(sum, scratch[row * kScratchRow + i]);
+    sums[i] = sum;
+  }
+  __syncwarp();
+}
+
+template <class Element, bool kPlain, int kMBlocks, int kGroups>
+VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const DlogitsParams& p, const int4& tile,
+                              char* base) {
+  using Layout = DlogitsLayout<kMBlocks, kGroups>;
+  constexpr int kColumns = kGroups * kGroupColumns;
+  const int32_t first_row = tile.x * (64 * kMBlocks), first_column = tile.y * kGroupColumns;
+  const int32_t valid = min(p.columns - first_column, kColumns);
+  const uint32_t barrier = kConsumerBarrier + ptx::thread() / kWarpgroup - 1;
+
+  if (tile.y + tile.z > p.operands.whole_groups) {
+#pragma unroll
+    for (int a = 0; a < kGroups; ++a)
+      if (tile.y + a == p.operands.whole_groups) exchange_tail(acc, a, ptx::thread() % 32);
+  }
+  if (p.bias_type != kBiasNone) {
+    const int thread = ptx::thread();
+    float* bias = reinterpret_cast<float*>(base + Layout::kBias) + (thread / kWarpgroup - 1) * kColumns;
+    for (int32_t i = thread % kWarpgroup; i < kColumns; i += kWarpgroup)
+      bias[i] = i < valid ? load_bias(p.bias, p.bias_type, first_column + i) : 0.0f;
+    ptx::barrier_sync(barrier, kWarpgroup);
+    add_bias(acc, bias, thread % 32);
+    ptx::barrier_sync(barrier, kWarpgroup);  // nobody reads any more when the next tile's bias is written
+  }
+  float inverse_cap = 0.0f;
+  if (!kPlain && p.cap != 0.0f) {
+    softcap_all(acc, p.cap);
+    inverse_cap = div(1.0f, p.cap);
+  }
+
+#pragma unroll
+  for (int r = 0; r < 2 * kMBlocks; ++r) {
+    const int lane = ptx::thread() % 32, q = lane % 4;
+    char* scratch = warp_part<kScratchBytes>(base + Layout::kScratch);
+    const int32_t warp_row = first_row + row_of(r, ptx::thread() / 32 % 4, 0), n = warp_row + lane / 4;
+    const DlogitsRow* at = p.row_terms + min(n, p.rows - 1);
+    const DlogitsRow row = load_row(at);
+    const uint32_t keep = n < p.rows ? row.keep : 0;
+    const int32_t target = row.target < 0 ? -1 : row.target - p.first_column - first_column - 16 * q;
+    uint16_t* out = static_cast<uint16_t*>(p.out) + warp_row * p.out_row + first_column;
+#pragma unroll
+    for (int a = 0; a < kGroups; ++a) {
+      const int32_t mine = target - kGroupColumns * a;
+      const bool here = mine >= 0 && mine < 16;
+      float of_target = 0.0f;
+      if (here) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) of_target = mine == j ? acc.at(r, a, j) : of_target;
+        of_target = dlogit_target<kPlain>(of_target, row, ptx::load_float(&at->target_grad), inverse_cap);
+      }
+      float d[16];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) d[j] = dlogit<kPlain>(acc.at(r, a, j), row, inverse_cap);
+      if (here) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) d[j] = mine == j ? of_target : d[j];
+      }
+      if (valid < kColumns) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) d[j] = kGroupColumns * a + 16 * q + j < valid ? d[j] : 0.0f;
+      }
+      uint32_t x[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] = pack<Element>(d[2 * j], d[2 * j + 1]) & keep;
+      if (a < tile.z) store_lines(scratch, x, out + kGroupColumns * a, p.out_row, p.rows - warp_row, lane);
+      if (p.bias_sums != nullptr) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) d[j] = from_bits(bits(d[j]) & keep);
+        sum_rows(reinterpret_cast<float*>(scratch), d,
+                 reinterpret_cast<float*>(warp_part<4 * kColumns>(base + Layout::kSums)) + kGroupColumns * a, r == 0,
+                 lane);
+      }
+    }
+  }
+
+  if (p.bias_sums == nullptr) return;
+  ptx::barrier_sync(barrier, kWarpgroup);
+  const int thread = ptx::thread();
+  const float* sums = reinterpret_cast<const float*>(base + Layout::kSums) + (thread / kWarpgroup - 1) * 4 * kColumns;
+  for (int32_t i = thread % kWarpgroup; i < tile.z * kGroupColumns; i += kWarpgroup)
+    p.bias_sums[tile.x * p.out_row + first_column + i] =
+        add(add(sums[i], sums[kColumns + i]), add(sums[2 * kColumns + i], sums[3 * kColumns + i]));
+  ptx::barrier_sync(barrier, kWarpgroup);  // read before the next tile's sums are written
+}
+
+template <class Element, bool kPlain, int kMBlocks, int kGroups>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
+    dlogits_wgmma(const __grid_constant__ DlogitsParams p) {
+  extern __shared__ __align__(1024) char base[];
+  const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
+  const int32_t cluster = blockIdx.x / 2, clusters = gridDim.x / 2, count = BlockWalk::count(p, cluster, clusters);
+  start_ring<kMBlocks, kGroups>(p.operands, shared);
+  if (warp < kWarpgroup / 32) {
+    ptx::registers_lower<kProducerRegisters>();
+    if (threadIdx.x % 32 == 0) {
+      BlockWalk walk(p, cluster, clusters, ptx::cluster_rank());
+      produce<kMBlocks, kGroups>(p.operands, base, shared, count, walk, warp);
+    }
+  } else {
+    ptx::registers_raise<kConsumerRegisters>();
+    take_turns<Element, kMBlocks, kGroups, kStages, true>(
+        p.operands, base, shared, count, [&p](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool) {
+          if (tile.z > 0) finish_dlogits<Element, kPlain>(acc, p, tile, base);
+        });
+  }
+  finish_ring();
+}
+
+template <class Element, bool kPlain>
+void launch_dlogits_one(const DlogitsParams& p, int32_t clusters, cudaStream_t stream) {
+  constexpr int kMBlocks = kDlogitsShape.m_blocks, kGroups = kDlogitsShape.groups;
+  const auto kernel = dlogits_wgmma<Element, kPlain, kMBlocks, kGroups>;
+  constexpr int kBytes = DlogitsLayout<kMBlocks, kGroups>::kBytes;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
+  kernel<<<2 * clusters, kMainloopThreads, kBytes, stream>>>(p);
+}
+
+}  // namespace vocabshard::sm90

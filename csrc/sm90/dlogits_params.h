@@ -1,0 +1,28 @@
+// What the dlogits kernel is given.
+#pragma once
+
+#include "sm90/dlogits.h"
+#include "sm90/params.h"
+
+namespace vocabshard::sm90 {
+
+struct alignas(128) DlogitsParams {
+  Operands operands;
+  const void* bias;
+  int32_t bias_type;
+  int32_t rows, columns, first_column;
+  int32_t units, rounds, band, tile_groups;  // see BlockWalk: blocks of rows, or pairs of them
+  float cap;
+  const DlogitsRow* row_terms;
+  void* out;
+  int64_t out_row;
+  float* bias_sums;
+};
+
+constexpr WgmmaShape kDlogitsShape = {2, 3};
+
+// One translation unit an element type: they take long to compile.
+void launch_dlogits_bf16(const DlogitsParams& p, bool plain, int32_t clusters, cudaStream_t stream);
+void launch_dlogits_fp16(const DlogitsParams& p, bool plain, int32_t clusters, cudaStream_t stream);
+
+}  // namespace vocabshard::sm90

@@ -1,0 +1,194 @@
+"""The Hopper backward: the gradient of the logits for a block of the vocabulary at a time, and its products.
+
+For a block of columns, logits are recomputed by the forward's own main loop and their gradient is formed in fp32 from
+the saved lse2 pair, rounded once to the operands' dtype and stored; two products take it to grad_hidden and
+grad_weight. Scratch memory is bounded by WORKSPACE, whatever N and V. No byte depends on how the blocks are cut, and a
+row of grad_hidden not on the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from vocabshard import _C
+from vocabshard.kernels import blockwise
+from vocabshard.kernels.blockwise import without_autocast
+from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.sm90_cut import MOST_ROWS, ROWS, cut
+from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
+from vocabshard.kernels.sm90_products import grad_hidden as add_grad_hidden
+from vocabshard.kernels.sm90_products import grad_weight as add_grad_weight
+
+WORKSPACE = 256 << 20  # bytes beside the gradients
+
+
+@without_autocast
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    saved: SavedRows,
+    grads: RowGrads,
+    needs: Needs,
+    how: GradPlan = ORDINARY,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The kernel interface's backward (vocabshard/kernels/problem.py). fp32 is taken by blockwise.py; 16-bit operands
+    that TMA can't read are copied to where it can, the weight a block at a time."""
+    hidden, weight = plain_strides(hidden), plain_strides(weight)
+    n, d = hidden.shape
+    columns = problem.valid
+    if hidden.dtype == torch.float32 or n == 0 or columns == 0:
+        return blockwise.backward(hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
+    device = hidden.device
+    if not readable_by_tma(hidden):
+        hidden = for_tma(hidden)
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    grad_hidden = grad_weight = grad_bias = None
+    if needs.hidden:
+        grad_hidden = how.grad_hidden
+        if grad_hidden is None:
+            grad_hidden = torch.empty(n, d, dtype=torch.float32, device=device)
+    if needs.weight:
+        grad_weight = how.main_grad
+        if grad_weight is None:
+            grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            grad_weight[columns:].zero_()
+    if needs.bias and bias is not None:
+        grad_bias = torch.zeros_like(bias)
+
+    terms = RowTerms(hidden, target_ids, inv_temperature, problem, saved, grads, needs.weight)
+    pairs = max(torch.cuda.get_device_properties(device).multi_processor_count // 2, 1)
+    blocks = cut(n, d, columns, WORKSPACE - terms.bytes, pairs, MOST_ROWS, not readable_by_tma(weight))
+    width = max(-(-(b - a) // 64) * 64 for a, b in itertools.pairwise(blocks.columns))
+    dlogits = torch.empty(blocks.rows, width, dtype=hidden.dtype, device=device)
+    sums = torch.empty(-(-n // ROWS), width, dtype=torch.float32, device=device) if grad_bias is not None else None
+    in_pieces = blocks.rows < n
+    chain = torch.empty(width, d, dtype=torch.float32, device=device) if in_pieces and needs.weight else None
+    for start, stop in itertools.pairwise(blocks.columns):
+        block_weight = weight[start:stop]
+        if not readable_by_tma(block_weight):
+            block_weight = for_tma(block_weight)
+        for first in range(0, n, blocks.rows):
+            rows = slice(first, min(first + blocks.rows, n))
+            last = rows.stop == n
+            dz = terms.dlogits(rows, start, block_weight, bias, dlogits, sums)
+            if grad_hidden is not None:
+                go_on = start > 0 or how.grad_hidden is not None
+                add_grad_hidden(dz, block_weight, grad_hidden[rows], go_on=go_on, row_active=terms.active[rows])
+                if last and stop == columns and how.hidden_ready is not None:
+                    how.hidden_ready(grad_hidden)
+            if grad_weight is not None:
+                so_far = None if chain is None else chain[: stop - start]
+                add_grad_weight(
+                    dz,
+                    hidden[rows],
+                    grad_weight[start:stop] if last or so_far is None else so_far,
+                    go_on_from=so_far if first > 0 else None,
+                    add=last and how.main_grad is not None,
+                    row_mask=terms.broken[first // 64 :],
+                )
+        if sums is not None and grad_bias is not None:
+            _C.sm90_bias_sums(
+                device=device.index,
+                sums=sums.data_ptr(),
+                blocks=sums.shape[0],
+                stride=width,
+                columns=stop - start,
+                grad_bias=grad_bias[start:].data_ptr(),
+                bias_element=ELEMENTS[grad_bias.dtype],
+                stream=torch.cuda.current_stream(device).cuda_stream,
+            )
+    return grad_hidden, None if how.main_grad is not None else grad_weight, grad_bias
+
+
+class RowTerms:
+    """What the gradient of a row's logits is made of besides them, and the launch that makes it."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        target_ids: Tensor,
+        inv_temperature: float | Tensor | None,
+        problem: LocalProblem,
+        saved: SavedRows,
+        grads: RowGrads,
+        look_for_broken: bool,
+    ) -> None:
+        n, device = hidden.shape[0], hidden.device
+        self.hidden, self.softcap = hidden, problem.softcap
+        self.plain = problem.softcap is None and inv_temperature is None and grads.entropy is None
+        self.terms = torch.empty(n, _C.SM90_DLOGITS_ROW_BYTES, dtype=torch.uint8, device=device)
+        self.active = torch.empty(n, dtype=torch.uint8, device=device)
+        # rows that count for nothing and yet would make NaN of grad_weight: one bit each
+        self.broken = torch.empty(-(-n // 64), dtype=torch.int64, device=device)
+        per_row = inv_temperature if isinstance(inv_temperature, Tensor) else None
+        scale = 1.0 if inv_temperature is None or isinstance(inv_temperature, Tensor) else inv_temperature
+        entropy = saved.entropy if grads.entropy is not None else None
+        _C.sm90_dlogits_rows(
+            device=device.index,
+            rows=n,
+            lse2_int=saved.lse2_int.data_ptr(),
+            lse2_frac=saved.lse2_frac.data_ptr(),
+            entropy=_pointer(entropy),
+            grad_target=grads.target.data_ptr(),
+            grad_softmax=grads.softmax.data_ptr(),
+            grad_entropy=_pointer(grads.entropy),
+            target_ids=target_ids.data_ptr(),
+            vocab_start=problem.vocab_start,
+            valid=problem.valid,
+            row_inv_temperature=_pointer(per_row),
+            inv_temperature=scale,
+            terms=self.terms.data_ptr(),
+            active=self.active.data_ptr(),
+            broken=self.broken.data_ptr(),
+            element=ELEMENTS[hidden.dtype],
+            depth=hidden.shape[1],
+            hidden=hidden.data_ptr() if look_for_broken else 0,
+            hidden_row=hidden.stride(0),
+            stream=torch.cuda.current_stream(device).cuda_stream,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Memory they take."""
+        return sum(t.numel() * t.element_size() for t in (self.terms, self.active, self.broken))
+
+    def dlogits(
+        self, rows: slice, start: int, weight: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor | None
+    ) -> Tensor:
+        """dL/dz of `rows` and the columns of `weight`, which begin at `start`, in `out`; their sums for grad_bias in
+        `sums`."""
+        hidden = self.hidden[rows]
+        _C.sm90_dlogits(
+            device=hidden.device.index,
+            element=ELEMENTS[hidden.dtype],
+            rows=hidden.shape[0],
+            depth=hidden.shape[1],
+            columns=weight.shape[0],
+            hidden=hidden.data_ptr(),
+            hidden_row=hidden.stride(0),
+            weight=weight.data_ptr(),
+            weight_row=weight.stride(0),
+            bias=0 if bias is None else bias[start:].data_ptr(),
+            bias_element=0 if bias is None else ELEMENTS[bias.dtype],
+            softcap=self.softcap or 0.0,
+            plain=self.plain,
+            first_column=start,
+            row_terms=self.terms[rows].data_ptr(),
+            out=out.data_ptr(),
+            out_row=out.stride(0),
+            bias_sums=0 if sums is None else sums[rows.start // ROWS :].data_ptr(),
+            stream=torch.cuda.current_stream(hidden.device).cuda_stream,
+        )
+        return out[: hidden.shape[0], : weight.shape[0]]
+
+
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
