@@ -315,8 +315,8 @@ def test_shards_must_agree(ranks: Ranks) -> None:
     on_all_ranks(ranks, "leave a gap", lambda: make(32 * rank, 32 * rank + 16, 1000, 1000, group))
     on_all_ranks(ranks, "overlap", lambda: make(16 * rank, 16 * rank + 32, 1000, 1000, group))
     on_all_ranks(ranks, "shards end at", lambda: make(16 * rank, 16 * rank + 16, 1000, 1000, group))
-    on_all_ranks(ranks, "do not agree on real_vocab_size", lambda: make(16 * rank, 16 * rank + 16, 16 * size - 14 + rank,
-                                                                         16 * size, group))  # fmt: skip
+    odd = 16 * size - 14 + rank
+    on_all_ranks(ranks, "do not agree on real", lambda: make(16 * rank, 16 * rank + 16, odd, 16 * size, group))
     on_all_ranks(ranks, "0 <= start <= stop", lambda: make(16 * rank, 16 * rank + (16 if rank else -1), 60,
                                                            16 * size, group))  # fmt: skip
     on_all_ranks(ranks, "every rank holds the same weight", lambda: vs.linear_logp(
