@@ -237,5 +237,6 @@ PYBIND11_MODULE(_C, m) {
   bind_specification(m);
 #if VOCABSHARD_CUDA
   sm90::register_sm90(m);
+  sm90::register_logits(m);
 #endif
 }

@@ -402,7 +402,7 @@ VS_HD Folded fold_finish(const Partial& p, int target, bool invalid_is_nan) {
       const Log2 ratio = log2_split(div(m, static_cast<double>(t.p)));
       x = -mul(add(static_cast<double>(e + 32 * (J - 1) - t.k + ratio.a), ratio.l), kLn2);
     }
-    out.logp = x < 0.0 ? static_cast<float>(x) : 0.0f;
+    out.logp = add(x < 0.0 ? static_cast<float>(x) : 0.0f, 0.0f);  // nvcc makes a minimum of it, which keeps -0
   }
   out.logp = logp_of(target, invalid_is_nan, out.logp);
 

@@ -33,10 +33,8 @@ def test_hopper_takes_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (choice.backend, choice.projection) == ("sm90", "hopper-k16")
         assert choice.contract_bearing and not choice.reason
     assert kernels.select_backend("sm90", CUDA, torch.float32).projection == "fma-chain"
-    with pytest.raises(ValueError, match="it serves linear_logp, not logits that exist"):
-        kernels.select_backend("sm90", CUDA, BF16, True)
     choice = kernels.select_backend("auto", CUDA, BF16, True)
-    assert (choice.backend, choice.projection, choice.reason) == ("triton", "given-logits", "")
+    assert (choice.backend, choice.projection, choice.reason) == ("sm90", "given-logits", "")
 
 
 def test_a_build_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +52,17 @@ def test_other_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capability: tuple
     with pytest.raises(ValueError, match=r"compute capability \(9, 0\), the GPU has"):
         kernels.select_backend("sm90", CUDA, BF16)
     assert kernels.select_backend("auto", CUDA, BF16).backend != "sm90"
+
+
+def test_logits_that_exist_take_the_cuda_kernels_on_older_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, taken in (((8, 0), True), ((8, 9), True), ((10, 0), False), ((7, 5), False)):
+        pretend(monkeypatch, capability, True)
+        kernels.select_backend.cache_clear()
+        if taken:
+            assert kernels.select_backend("auto", CUDA, BF16, True).backend == "sm90"
+        else:
+            with pytest.raises(ValueError, match=r"compute capability \(8, x\) or \(9, 0\), the GPU has"):
+                kernels.select_backend("sm90", CUDA, BF16, True)
 
 
 def test_no_gpu() -> None:

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import vocabshard as vs
+from vocabshard.dist.fold import fold
+from vocabshard.kernels import reference
+from vocabshard.kernels.problem import LocalProblem, RowGrads, SavedRows
 from vocabshard.testing import specification
 from vocabshard.testing.compare import assert_same_bytes
 from vocabshard.testing.inputs import stacked_hard_rows
@@ -174,3 +177,36 @@ def test_strict_refuses_the_torch_backend() -> None:
     assert out.provenance.projection_id == "given-logits" and out[1] is out.lse
     with pytest.raises(vs.ContractError):
         vs.vocab_parallel_logp(logits, target, strict=True, backend="torch")
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7, "rows"])
+def test_the_torch_fallback_takes_rows_in_chunks(temperature: float | str | None) -> None:
+    logits, target = logits_and_targets(7, 3001, torch.bfloat16)
+    logits[3, ::2], logits[4] = float("-inf"), float("-inf")
+    scale = torch.rand(7, generator=torch.Generator().manual_seed(1)) + 0.5 if temperature == "rows" else temperature
+    rows = torch.tensor([5, 1, 5, 6, 0, 3, 4])
+    problem = LocalProblem(0, 2999, None, True)
+    g = [torch.randn(7, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    for index in (None, rows):
+        want = reference.logits_forward(logits, target, scale, problem, index)
+        folded = fold("torch", want[None], target, -100, 2999, "nan")
+        saved, grads = SavedRows(folded.lse2_int, folded.lse2_frac, folded.entropy), RowGrads(*g)
+        gradients = []
+        for size in (None, 1, 4):
+            got = reference.logits_forward(logits, target, scale, problem, index, chunk_rows=size)
+            assert_same_bytes(got, want, f"chunks of {size}")
+            gradients.append(torch.full_like(logits, 7))
+            reference.logits_backward(
+                logits, target, scale, problem, saved, grads, gradients[-1], index, chunk_rows=size
+            )
+            assert_same_bytes(gradients[-1], gradients[0], f"gradient, chunks of {size}")
+
+
+def test_the_torch_fallback_stays_within_its_workspace() -> None:
+    for columns in (1, 50257, 151936, 1 << 20):
+        chunks = reference._chunks(1 << 16, LocalProblem(0, columns, None, True), None)
+        assert chunks[0].stop * columns * 64 <= reference.WORKSPACE
+        assert [c.start for c in chunks[1:]] == [c.stop for c in chunks[:-1]] and chunks[-1].stop == 1 << 16
+    logits, target = logits_and_targets(3, 20)
+    with pytest.raises(ValueError, match="leading shape"):
+        vs.batch_invariant_logp(logits, target[:2], backend="torch")

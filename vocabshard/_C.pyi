@@ -1,7 +1,7 @@
 """The compiled kernels. Pointers are integers (tensor.data_ptr()), 0 for an absent one; strides count elements."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 F32: int
 BF16: int
@@ -283,3 +283,30 @@ def sm90_bias_sums(
     *, device: int, sums: int, blocks: int, stride: int, columns: int, grad_bias: int, bias_element: int, stream: int
 ) -> None:
     """Adds up the sums of blocks of 128 rows."""
+
+class LogitsUpstream:
+    """Upstream gradients of logp, lse and entropy: pointers (0: none) and strides."""
+
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(
+        self,
+        logp: int,
+        logp_stride: int,
+        lse: int,
+        lse_stride: int,
+        entropy: int,
+        entropy_stride: int,
+        ignore_index: int,
+        real_vocab_size: int,
+    ) -> None: ...
+
+def cuda_logits_workspace(device: int) -> tuple[int, int]:
+    """Bytes of workspace, and how many of them, the first, are zero before the first launch."""
+
+def cuda_logits_forward(*args: int | float | bool) -> None:
+    """Records, or folded rows; see csrc/sm90/bindings_logits.cpp for the arguments."""
+
+def cuda_logits_backward(*args: int | float | RowGradients | LogitsUpstream) -> None:
+    """Writes all of grad_logits; see csrc/sm90/bindings_logits.cpp for the arguments."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocabshard.kernels.problem import KeptLogits, Needs, SavedRows
+from vocabshard.kernels.problem import KeptLogits, Needs, SavedRows, Upstream
 from vocabshard.passes import Call, LinearOperands, linear_backward, linear_forward
 
 
@@ -77,8 +77,7 @@ class LogitsLogp(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Local kernel, gather, fold; keeps what the backward needs."""
-        records = call.kernel.logits_forward(logits, target_ids, inv_temperature, call.problem, rows)
-        folded = call.fold_records(records, target_ids)
+        folded = call.fold_logits(logits, target_ids, inv_temperature, rows)
         ctx.call = call
         ctx.set_materialize_grads(False)
         per_row = inv_temperature if isinstance(inv_temperature, Tensor) else None
@@ -111,16 +110,16 @@ class LogitsLogp(torch.autograd.Function):
                     "operation, or by an earlier backward); use inplace_backward=False to run backward twice"
                 )
         out = logits.detach() if call.inplace_backward else torch.empty_like(logits)
-        call.kernel.logits_backward(
-            logits,
-            target_ids,
-            ctx.inv_temperature if per_row is None else per_row,
-            call.problem,
-            SavedRows(lse2_int, lse2_frac, entropy),
-            call.row_grads(target_ids, *upstream[:3]),
-            out,
-            rows,
-        )
+        scale = ctx.inv_temperature if per_row is None else per_row
+        saved = SavedRows(lse2_int, lse2_frac, entropy)
+        if hasattr(call.kernel, "logits_backward_upstream"):
+            call.kernel.logits_backward_upstream(
+                logits, target_ids, scale, call.problem, saved, Upstream(*upstream[:3]), out, rows,
+                call.ignore_index, call.real_vocab_size,
+            )  # fmt: skip
+        else:
+            grads = call.row_grads(target_ids, *upstream[:3])
+            call.kernel.logits_backward(logits, target_ids, scale, call.problem, saved, grads, out, rows)
         if call.inplace_backward:
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None

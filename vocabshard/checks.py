@@ -39,7 +39,7 @@ def tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         raise ValueError(f"{name} is on the meta device and holds no data; materialise it first")
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}; call .to_dense() first")
-    if value.numel() and _address(value) == 0:
+    if value.numel() and address(value) == 0:
         raise ValueError(f"{name} has no storage (a fake, freed or symbolic-zero tensor); materialise it first")
 
 
@@ -48,7 +48,8 @@ def autocasting(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def _address(value: Tensor) -> int:
+def address(value: Tensor) -> int:
+    """Of the first element, 0 where there is no storage."""
     if type(value).__name__ == "FakeTensor":  # stands for a tensor; its address is an error to ask for
         return 0
     try:

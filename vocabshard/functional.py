@@ -16,6 +16,7 @@ from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
 from vocabshard.passes import LinearOperands, linear_forward
 from vocabshard.plan import Operands, Plan, Request, group_size, make_plan
+from vocabshard.remembered import key_of, recall, remember
 from vocabshard.shard import VocabShard
 
 
@@ -193,11 +194,11 @@ def vocab_parallel_logp(
     )  # fmt: skip
     operands = Operands(None, local_logits, target_ids)
     plan = make_plan(request, operands, lambda: checks.logits(local_logits, target_ids, inplace=inplace_backward))
-    logp, lse, entropy, _ = _apply_logits(local_logits, plan, None)
+    logp, lse, entropy, _ = _apply_logits(local_logits, plan, None, return_lse)
     shape = target_ids.shape
     return LogpOutput(
         logp.view(shape),
-        lse.view(shape) if return_lse else None,
+        lse.view(shape) if return_lse and lse is not None else None,
         entropy.view(shape) if entropy is not None else None,
         provenance=plan.provenance(local_logits.device),
     )
@@ -233,26 +234,33 @@ def batch_invariant_logp(
 
     Returns: fp32 logp shaped as target_ids, or a LogpOutput when more was asked for.
     """
-    request = Request(
-        temperature=temperature, ignore_index=ignore_index, invalid=invalid, validate=validate, entropy=return_entropy,
-        inplace_backward=inplace_backward, backend=backend, strict=strict, contract=contract,
-    )  # fmt: skip
-    operands = Operands(None, logits, target_ids)
-    plan = make_plan(
-        request, operands, lambda: checks.logits(logits, target_ids, rows, out, validate, inplace_backward)
-    )
-    logp, lse, entropy, maximum = _apply_logits(logits, plan, rows)
+    key = None
+    if rows is None and out is None and contract is None and not (validate or inplace_backward or strict):
+        key = key_of(logits, target_ids, (temperature, ignore_index, invalid, validate, return_entropy, backend))
+    plan = recall(key, target_ids)
+    if plan is None:
+        request = Request(
+            temperature=temperature, ignore_index=ignore_index, invalid=invalid, validate=validate,
+            entropy=return_entropy, inplace_backward=inplace_backward, backend=backend, strict=strict,
+            contract=contract,
+        )  # fmt: skip
+        operands = Operands(None, logits, target_ids)
+        plan = make_plan(
+            request, operands, lambda: checks.logits(logits, target_ids, rows, out, validate, inplace_backward)
+        )
+        remember(key, plan)
+    logp, lse, entropy, maximum = _apply_logits(logits, plan, rows, return_lse, return_max)
     shape = target_ids.shape
-    result = logp.view(shape)
+    result = logp if len(shape) == 1 else logp.view(shape)
     if out is not None:
         result = out.copy_(result)
     if not (return_lse or return_max or return_entropy):
         return result
     return LogpOutput(
         result,
-        lse.view(shape) if return_lse else None,
+        lse.view(shape) if return_lse and lse is not None else None,
         entropy.view(shape) if entropy is not None else None,
-        maximum=maximum.view(shape) if return_max else None,
+        maximum=maximum.view(shape) if return_max and maximum is not None else None,
         provenance=plan.provenance(logits.device),
     )
 
@@ -300,10 +308,15 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg() if isinstance(tensor, Tensor) and tensor.is_neg() else tensor
 
 
-def _apply_logits(logits: Tensor, plan: Plan, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def _apply_logits(
+    logits: Tensor, plan: Plan, rows: Tensor | None, want_lse: bool, want_maximum: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """logp, lse, entropy, maximum, flat; of those that are not wanted some may be None."""
     logits = _plain(logits)
-    flat = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+    flat = logits if logits.dim() == 2 else logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     if flat.stride(-1) != 1 and flat.shape[-1] > 1:
         flat = flat.contiguous()
     index = None if rows is None else rows.to(torch.int64).contiguous()
-    return LogitsLogp.apply(flat, plan.target_ids, plan.inv_temperature, index, plan.call)
+    if torch.is_grad_enabled() and flat.requires_grad:
+        return LogitsLogp.apply(flat, plan.target_ids, plan.inv_temperature, index, plan.call)
+    return plan.call.score_logits(flat, plan.target_ids, plan.inv_temperature, index, want_lse, want_maximum)

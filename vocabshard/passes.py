@@ -78,6 +78,36 @@ class Call:
         gathered = gather_tensors(records, self.group)
         return fold(self.backend, gathered, target_ids, self.ignore_index, self.real_vocab_size, self.invalid)
 
+    def fold_logits(
+        self, logits: Tensor, target_ids: Tensor, inv_temperature: float | Tensor | None, rows: Tensor | None
+    ) -> FoldedRows:
+        """From logits to folded rows: in one launch where there is no group and the kernels have it."""
+        if self.group is None and hasattr(self.kernel, "logits_rows"):
+            return self.kernel.logits_rows(
+                logits, target_ids, inv_temperature, self.problem, rows,
+                self.ignore_index, self.real_vocab_size, self.invalid,
+            )  # fmt: skip
+        records = self.kernel.logits_forward(logits, target_ids, inv_temperature, self.problem, rows)
+        return self.fold_records(records, target_ids)
+
+    def score_logits(
+        self,
+        logits: Tensor,
+        target_ids: Tensor,
+        inv_temperature: float | Tensor | None,
+        rows: Tensor | None,
+        want_lse: bool,
+        want_maximum: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """logp, lse, entropy and maximum with no backward to come; what is not wanted may be None."""
+        if self.group is None and hasattr(self.kernel, "logits_scores"):
+            return self.kernel.logits_scores(
+                logits, target_ids, inv_temperature, self.problem, rows,
+                self.ignore_index, self.real_vocab_size, self.invalid, want_lse, want_maximum,
+            )  # fmt: skip
+        folded = self.fold_logits(logits, target_ids, inv_temperature, rows)
+        return folded.logp, folded.lse, folded.entropy if self.problem.entropy else None, folded.maximum
+
     def row_grads(
         self, target_ids: Tensor, logp: Tensor | None, lse: Tensor | None, entropy: Tensor | None
     ) -> RowGrads:

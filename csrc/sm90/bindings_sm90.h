@@ -4,4 +4,5 @@
 
 namespace vocabshard::sm90 {
 void register_sm90(pybind11::module_& module);
+void register_logits(pybind11::module_& module);
 }

@@ -69,7 +69,10 @@ def _sm90_missing(site: Site) -> str:
     if torch.version.hip is not None:
         return "it needs an NVIDIA GPU"
     capability = torch.cuda.get_device_capability(site.device)
-    if capability != (9, 0):
+    if site.entry == LOGITS:
+        if capability != (9, 0) and capability[0] != 8:
+            return f"it needs compute capability (8, x) or (9, 0), the GPU has {capability}"
+    elif capability != (9, 0):
         return f"it needs compute capability (9, 0), the GPU has {capability}"
     from vocabshard import _C
 
@@ -115,7 +118,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend(
         "sm90",
         "vocabshard.kernels.sm90",
-        Capability(("cuda",), (LINEAR,), (HOPPER_K16, FMA_CHAIN), needs="an NVIDIA GPU"),
+        Capability(("cuda",), (LINEAR, LOGITS), (HOPPER_K16, FMA_CHAIN), needs="an NVIDIA GPU"),
         missing=_sm90_missing,
         projection=_sm90_projection,
     ),

@@ -48,6 +48,14 @@ class RowGrads(NamedTuple):
     entropy: Tensor | None  # fp32 [N]
 
 
+class Upstream(NamedTuple):
+    """Upstream gradients of logp, lse and entropy, fp32 [N] of any stride each, or None where nothing flows."""
+
+    logp: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+
+
 class Needs(NamedTuple):
     """Which gradients are wanted; what is not wanted costs nothing."""
 

@@ -38,6 +38,17 @@ def _scaled(z: Tensor, inv_temperature: float | Tensor | None) -> Tensor:
     return z * (inv_temperature[:, None] if isinstance(inv_temperature, Tensor) else inv_temperature)
 
 
+def _sum(x: Tensor) -> Tensor:
+    """Row sums [N, V] -> [N] by elementwise halves: a library's reduction may depend on the rows beside a row."""
+    if x.shape[1] == 0:
+        return x.new_zeros(x.shape[0])
+    while x.shape[1] > 1:
+        half = (x.shape[1] + 1) // 2
+        rest = x[:, half:]
+        x = torch.cat([x[:, : rest.shape[1]] + rest, x[:, rest.shape[1] : half]], 1)
+    return x[:, 0]
+
+
 def _records(y: Tensor, target_ids: Tensor, problem: LocalProblem) -> Tensor:
     rows = y.shape[0]
     local = target_ids - problem.vocab_start
@@ -45,15 +56,17 @@ def _records(y: Tensor, target_ids: Tensor, problem: LocalProblem) -> Tensor:
     minus = y.new_full((rows,), float("-inf"))
     if problem.valid == 0:
         return torch.stack([minus, minus, torch.zeros_like(minus), minus]).to(F64).view(torch.int64)
-    y64 = y.to(F64)
-    lse = torch.logsumexp(y64, 1)
+    maximum = y.amax(1).to(F64)
+    base = torch.where(torch.isinf(maximum), 0.0, maximum)[:, None]
+    e = torch.exp(y.to(F64) - base)
+    total = _sum(e)
+    lse = torch.log(total) + base[:, 0]
     target = torch.where(here, y.gather(1, torch.where(here, local, 0)[:, None])[:, 0], minus)
     mean = torch.zeros_like(lse)
     if problem.entropy:
-        p = torch.softmax(y64, 1)
-        mean = torch.where(torch.isneginf(lse), 0.0, torch.where(p > 0, p * y64, 0.0).sum(1))
-        mean = torch.where(torch.isnan(lse), lse, mean)
-    return torch.stack([lse, target.to(F64), mean, y64.amax(1)]).view(torch.int64)
+        mean = _sum(torch.where(e > 0, e * y.to(F64), 0.0)) / total
+        mean = torch.where(torch.isneginf(lse), 0.0, torch.where(torch.isnan(lse), lse, mean))
+    return torch.stack([lse, target.to(F64), mean, maximum]).view(torch.int64)
 
 
 @without_autocast
@@ -76,16 +89,44 @@ def forward(
     return _records(_scaled(z, inv_temperature), target_ids, problem), logits
 
 
+WORKSPACE = 1 << 30  # bytes that rows of logits that exist may take at a time
+_BYTES_PER_ELEMENT = 64  # of temporaries, fp64 for the most part
+
+
+def _chunks(rows: int, problem: LocalProblem, chunk_rows: int | None) -> list[slice]:
+    size = chunk_rows or max(1, WORKSPACE // (_BYTES_PER_ELEMENT * max(1, problem.valid)))
+    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+
+
+def _chosen(logits: Tensor, rows: Tensor | None, chunk: slice, problem: LocalProblem) -> Tensor:
+    """fp32 [rows of the chunk, valid], contiguous: elementwise functions may differ elsewhere."""
+    part = logits[chunk] if rows is None else logits[rows[chunk]]
+    return part[:, : problem.valid].float().contiguous()
+
+
+def _of_chunk(scale: float | Tensor | None, chunk: slice) -> float | Tensor | None:
+    return scale[chunk] if isinstance(scale, Tensor) else scale
+
+
 def logits_forward(
     logits: Tensor,
     target_ids: Tensor,
     inv_temperature: float | Tensor | None,
     problem: LocalProblem,
     rows: Tensor | None = None,
+    *,
+    chunk_rows: int | None = None,
 ) -> Tensor:
-    """Records int64 [R, M] of logits that exist."""
-    chosen = logits[:, : problem.valid] if rows is None else logits[rows, : problem.valid]
-    return _records(_scaled(chosen.float(), inv_temperature), target_ids, problem)
+    """Some rows at a time, within WORKSPACE; chunk_rows, for tests, changes no byte."""
+    records = [
+        _records(
+            _scaled(_chosen(logits, rows, chunk, problem), _of_chunk(inv_temperature, chunk)),
+            target_ids[chunk],
+            problem,
+        )
+        for chunk in _chunks(target_ids.shape[0], problem, chunk_rows)
+    ]
+    return torch.cat(records, 1) if records else torch.zeros(4, 0, dtype=torch.int64, device=logits.device)
 
 
 def logits_backward(
@@ -97,22 +138,29 @@ def logits_backward(
     grads: RowGrads,
     out: Tensor,
     rows: Tensor | None = None,
+    *,
+    chunk_rows: int | None = None,
 ) -> None:
     """The gradient of logits that exist, into `out`."""
     if problem.valid == 0:
         out.zero_()
         return
-    chosen = logits[:, : problem.valid] if rows is None else logits[rows, : problem.valid]
-    scale = inv_temperature[:, None] if isinstance(inv_temperature, Tensor) else inv_temperature
-    every = slice(0, chosen.shape[0])
-    dz = dlogits(chosen.float(), scale, problem, 0, every, target_ids, saved, grads, active_rows(grads))
-    if rows is None:
-        out[:, : problem.valid] = dz
-        out[:, problem.valid :] = 0
-        return
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    total[:, : problem.valid].index_add_(0, rows, dz)
-    out.copy_(total)
+    active = active_rows(grads)
+    if out.device.type == "cpu":
+        chunk_rows = 1  # torch's loops there end in code of other bits, wherever the last element lies
+    total = out if rows is None else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for chunk in _chunks(target_ids.shape[0], problem, chunk_rows):
+        scale = _of_chunk(inv_temperature, chunk)
+        scale = scale[:, None] if isinstance(scale, Tensor) else scale
+        z = _chosen(logits, rows, chunk, problem)
+        dz = dlogits(z, scale, problem, 0, chunk, target_ids, saved, grads, active)
+        if rows is None:
+            out[chunk, : problem.valid] = dz
+            out[chunk, problem.valid :] = 0
+        else:
+            total[:, : problem.valid].index_add_(0, rows[chunk], dz)
+    if rows is not None:
+        out.copy_(total)
 
 
 def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:

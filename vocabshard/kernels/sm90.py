@@ -12,6 +12,13 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.contract import check_constants
+from vocabshard.kernels.cuda_logits import (
+    logits_backward,
+    logits_backward_upstream,
+    logits_forward,
+    logits_rows,
+    logits_scores,
+)
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
 from vocabshard.kernels.sm90_backward import backward
@@ -90,4 +97,13 @@ def forward(
     return records, logits
 
 
-__all__ = ["backward", "forward", "kept_bytes_per_row"]
+__all__ = [
+    "backward",
+    "forward",
+    "kept_bytes_per_row",
+    "logits_backward",
+    "logits_backward_upstream",
+    "logits_forward",
+    "logits_rows",
+    "logits_scores",
+]
