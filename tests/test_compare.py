@@ -229,6 +229,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("side", [0, 1])
+def test_picture_over_the_input(write, capsys, side):
+    files = [write("a", TOKENS), write("b", TOKENS)]
+    code, _, err = compare(capsys, *files, "--plot", files[side])
+    assert code == 2 and "is the input" in err
+    assert compare(capsys, *files)[0] == 0
+
+
+@pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("kind", BROKEN)
 def test_bad_file(write, tmp_path, capsys, kind, side):
     damage, message = BROKEN[kind]

@@ -34,7 +34,7 @@ from vocabshard.command.hidden import Windows, hidden_states, in_chunks, load_ba
 from vocabshard.command.job import choose_sizes, split_rows
 from vocabshard.command.plot import plot_scores
 from vocabshard.command.records import as_float, as_line, is_token, read_scores, token_record
-from vocabshard.command.tokens import ALL, load_tokenizer, tokenize
+from vocabshard.command.tokens import ALL, Encoded, load_tokenizer, tokenize
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(launching.__file__).resolve().parent
@@ -261,6 +261,17 @@ def test_bad_output(text, out, capsys):
     assert_refused(capsys, score(TINY, text, out.parent), out, "is a directory, expected the name of a file")
 
 
+def test_output_over_the_input(text, out, tmp_path, capsys):
+    """Neither the records nor the picture may take the place of what is read."""
+    content = text.read_bytes()
+    assert_refused(capsys, score(TINY, text, text), out, "is the input")
+    assert_refused(capsys, score(TINY, text, out, "--plot", text), out, "is the input")
+    (tmp_path / "link").symlink_to(text)
+    assert_refused(capsys, score(TINY, text, tmp_path / "link"), out, "is the input")
+    assert text.read_bytes() == content
+    assert_refused(capsys, score(TINY, text, "a\0b"), out, "which has no zero byte")
+
+
 def test_output_that_is_no_regular_file(text, tmp_path, out, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -481,6 +492,7 @@ BAD_LINES = {
     "no completion": (b'{"prompt": "a"}', "pairs.jsonl:2: expected a completion, which is a text, got none"),
     "a number": (b'{"prompt": 3, "completion": "a"}', "pairs.jsonl:2: expected a prompt, which is a text, got 3"),
     "empty completion": (b'{"prompt": "a", "completion": ""}', "pairs.jsonl:2: empty completion"),
+    "half a character": (b'{"prompt": "a", "completion": "b\\ud83d"}', "pairs.jsonl:2: completion: \\ud83d is half of"),
     "nested deeply": (b"[" * 200_000, "pairs.jsonl:2: not JSON"),
 }
 
@@ -740,6 +752,11 @@ def test_tokenizer_that_is_not_one_file(model, text):
     assert plain.ids == whole.ids[1:]
     assert (plain.context, whole.context) == (1, 1)
     assert "".join(plain.texts) == text.read_text()
+    # special tokens that are in a text are tokens to score like others
+    encode, fast = load_tokenizer(model), load_tokenizer(TINY)
+    for given in ("a<|bos|>", "<|bos|>", "<|bos|>a"):
+        assert encode(given, False) == fast(given, False)
+        assert encode(given, True) == Encoded(fast(given, True).ids[1:], fast(given, True).texts[1:], 0)
 
 
 @pytest.mark.parametrize("positions", [1, 2, 9, 10, 11, 14, 15, 33])

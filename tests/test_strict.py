@@ -132,6 +132,18 @@ def test_outputs_that_the_contract_does_not_list() -> None:
         ({"shard_ranges": ((0, 40), (40, V))}, "shard_ranges"),
         ({"shard_ranges": ((0, 32), (48, V))}, "shard_ranges"),
         ({"shard_ranges": ((0, V),), "padded_vocab_size": 112}, "padded_vocab_size"),
+        ({"shard_ranges": ()}, "shard_ranges"),
+        ({"shard_ranges": ((0, 16), (16,))}, "shard_ranges"),
+        ({"shard_ranges": ((0, 16), (16, 0))}, "shard_ranges"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 1e60}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"softcap": -30.0}, "softcap"),
+        ({"softcap": float("nan")}, "softcap"),
+        ({"ignore_index": None}, "ignore_index"),
+        ({"real_vocab_size": 0}, "real_vocab_size"),
+        ({"real_vocab_size": 100, "padded_vocab_size": 96}, "real_vocab_size"),
+        ({"outputs": "logp"}, "outputs"),
     ],
 )
 def test_contracts_that_no_build_has(changed: dict[str, Any], field: str) -> None:
@@ -157,6 +169,9 @@ def test_trainer_and_engine_compare_what_they_built() -> None:
         with pytest.raises(vs.ContractError, match=r"trainer has .*, rollout") as caught:
             trainer.check_same(other)
         assert caught.value.field == field and trainer.fingerprint != other.fingerprint
+    one_form = stated(temperature=1, softcap=30, outputs=["logp"], shard_ranges=[[0, V]])
+    other_form = stated(softcap=30.0, shard_ranges=((0, V),))
+    assert one_form == other_form and one_form.fingerprint == other_form.fingerprint
     with pytest.raises(vs.ContractError, match="kernel: no field"):
         vs.LogprobContract.from_dict({**trainer.as_dict(), "kernel": "cpu"})
 
@@ -188,6 +203,8 @@ def test_the_fingerprint_holds_what_bits_depend_on_and_nothing_else() -> None:
         {"tile": 32},
     ):
         assert replace(p, **changed).fingerprint != p.fingerprint, changed
+    capped = [vs.provenance(hidden, weight, target, softcap=softcap) for softcap in (30, 30.0)]
+    assert capped[0].fingerprint == capped[1].fingerprint
     ordinary = vs.provenance(hidden, weight, target, backend="torch")
     assert replace(ordinary, build="other").fingerprint != ordinary.fingerprint, "without the contract all counts"
 
@@ -226,7 +243,10 @@ def test_get_logprob_op() -> None:
 
 
 @pytest.mark.parametrize("backend, said", [("torch", "F.linear"), ("sm90", "needs an NVIDIA GPU"), ("cudnn", "one of")])
-def test_get_logprob_op_takes_no_other_backend(backend: str, said: str) -> None:
+def test_get_logprob_op_takes_no_other_backend(backend: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(vs.ContractError, match="device: asked for 'cuda', found no"):
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        vs.get_logprob_op(stated(), device="cuda")
     with pytest.raises(vs.ContractError, match=said) as caught:
         vs.get_logprob_op(stated(), backend, device="cpu")
     assert caught.value.field == "backend"

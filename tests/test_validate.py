@@ -59,7 +59,8 @@ def test_nothing_climbed_is_not_a_success(monkeypatch: pytest.MonkeyPatch, capsy
     [
         (["--levels", "L1,L9"], "got 'L9'"),
         (["--levels", "L5", "--rl-loop", "nowhere.py"], "no such file"),
-        (["--levels", "L1", "--out", "/nowhere/x.json"], "the directory does not exist"),
+        (["--levels", "L1", "--out", "/nowhere/x.json"], "/nowhere does not exist"),
+        (["--levels", "L1", "--out", "/tmp"], "is a directory, expected the name of a file"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,8 +173,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "metadata that are none": ({"metadata": 7}, "must be a mapping"),
     "a mask of another shape": ({"log_prob_keep_mask": torch.ones(T, 7, dtype=torch.bool)}, "must be bool"),
     "a mask of numbers": ({"log_prob_keep_mask": torch.ones(T, PADDED)}, "must be bool"),
-    "a bad temperature": ({"temperature": -1.0}, "temperature must be positive"),
+    "a bad temperature": ({"temperature": -1.0}, "temperature: asked for -1.0, found a positive"),
     "dtypes": ({"hidden": torch.zeros(T, D, dtype=torch.bfloat16)}, "bf16|bfloat16"),
+    "targets that are no integers": ({"target": torch.zeros(T) + 0.5}, "target_ids must be integers"),
+    "one target": ({"target": torch.tensor(3)}, r"target_ids must be integers \[T\]"),
+    "a weight of one axis": ({"weight": torch.zeros(PADDED)}, r"weight must be \[V_local, D\]"),
+    "a chunk that is no int": ({"chunk_size": "all"}, "chunk_size must be an int"),
     "a softer mode": ({"metadata": {"mode": "lenient"}}, 'must be "auto" or "strict"'),
 }
 
@@ -184,6 +188,7 @@ def test_what_is_refused(case: str) -> None:
     changed, said = dict(REFUSED[case][0]), REFUSED[case][1]
     hidden, weight, bias, target = tensors()
     hidden, partition = changed.pop("hidden", hidden), changed.pop("partition", WHOLE)
+    weight, target = changed.pop("weight", weight), changed.pop("target", target)
     context = engine.Context(hidden, engine.Projection(weight, bias), partition)
     request = engine.Request(engine.NoLogits(), target, context=context, **changed)
     if case != "a softer mode":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
+from vocabshard import checks
 from vocabshard import contract as C
 from vocabshard.contract import ContractError, breach
 
@@ -19,6 +20,14 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 # What the two sides may differ in without a byte of logp changing.
 FREE = ("role", "shard_ranges", "padded_vocab_size", "outputs", "mask")
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, float) or _is_int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +65,7 @@ class LogprobContract:
     log_id: str = C.LOG_ID
 
     def __post_init__(self) -> None:
-        if self.hidden_dtype is None and self.entry == "linear_logp":
-            object.__setattr__(self, "hidden_dtype", self.weight_dtype)
-        if isinstance(self.temperature, (int, float)):
-            rounded = struct.unpack("f", struct.pack("f", self.temperature))[0]
-            object.__setattr__(self, "temperature", None if rounded == 1.0 else rounded)
+        self._check_numbers()
         constants = ("contract_id", "tile", "exp_id", "tree_id", "sum_id", "log_id")
         for name, value in [(name, getattr(C, name.upper())) for name in constants] + [("reduction", "none")]:
             if getattr(self, name) != value:
@@ -78,15 +83,59 @@ class LogprobContract:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise breach(name, repr(getattr(self, name)), f"one of {list(allowed)}", "state one of them")
+        if isinstance(self.outputs, str) or not isinstance(self.outputs, Sequence):
+            raise breach("outputs", repr(self.outputs), f"a tuple of some of {list(OUTPUTS)}", "state one")
         for output in self.outputs:
             if output not in OUTPUTS:
                 raise breach("outputs", repr(output), f"some of {list(OUTPUTS)}", "leave it out")
+        self._set("outputs", tuple(self.outputs))
+        if self.entry != "linear_logp":
+            self._set("hidden_dtype", None)
+        elif self.hidden_dtype is None:
+            self._set("hidden_dtype", self.weight_dtype)
         self._check_ranges()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        """Numbers as the operators take them, in one form, so that 30 and 30.0 have one fingerprint."""
+        if self.temperature is not None and self.temperature != "per-row":
+            rounded = checks.fp32(self.temperature) if _is_number(self.temperature) else 0.0
+            if not (rounded > 0 and math.isfinite(rounded)):
+                raise breach(
+                    "temperature", repr(self.temperature), "a positive finite number in fp32, 'per-row' or None",
+                    "state one of them",
+                )  # fmt: skip
+            self._set("temperature", None if rounded == 1.0 else rounded)
+        if self.softcap is not None:
+            if not (_is_number(self.softcap) and 1e-30 < self.softcap < 1e30):
+                raise breach("softcap", repr(self.softcap), "a finite positive number or None", "state one of them")
+            self._set("softcap", float(self.softcap))
+        if not _is_int(self.ignore_index) or not -(2**63) <= self.ignore_index < 2**63:
+            raise breach("ignore_index", repr(self.ignore_index), "an int of 64 bits", "state one")
+        for name in ("real_vocab_size", "padded_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value > 0):
+                raise breach(name, repr(value), "a positive int or None", "state one of them")
+        real, padded = self.real_vocab_size, self.padded_vocab_size
+        if real is not None and padded is not None and real > padded:
+            raise breach(
+                "real_vocab_size", real, f"no more than padded_vocab_size = {padded}", "state the real columns"
+            )
 
     def _check_ranges(self) -> None:
         if self.shard_ranges is None:
             return
-        object.__setattr__(self, "shard_ranges", tuple((int(a), int(b)) for a, b in self.shard_ranges))
+        try:
+            ranges = tuple((start, stop) for start, stop in self.shard_ranges)
+        except (TypeError, ValueError):
+            ranges = ()
+        if not ranges or not all(_is_int(start) and _is_int(stop) and start <= stop for start, stop in ranges):
+            raise breach(
+                "shard_ranges", repr(self.shard_ranges), "a pair of ints, [start, stop), a rank", "state them so"
+            )
+        self._set("shard_ranges", ranges)
         if any(before[1] != after[0] for before, after in pairwise(self.shard_ranges)) or self.shard_ranges[0][0]:
             raise breach("shard_ranges", "ranges that follow each other from 0", self.shard_ranges, "close the gaps")
         if any(start % C.TILE for start, stop in self.shard_ranges if stop > start):

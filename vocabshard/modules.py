@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vocabshard import checks
+from vocabshard.dist import agree
 from vocabshard.dist.gather import sum_over_group
 from vocabshard.functional import linear_logp
 from vocabshard.options import LogpOutput
@@ -74,7 +75,8 @@ class VocabParallelLMHead(VocabRows):
         options: keyword arguments of `linear_logp` that every call shall have (temperature, softcap, return_entropy,
             grad_options, ...). A call may override them.
 
-    Collectives: two object all-gathers when it is made (the ranges, the seed); a call's are those of `linear_logp`.
+    Collectives: object all-gathers when it is made (errors, arguments, ranges, seed); a call's are those of
+    `linear_logp`.
 
     Loading: `load_state_dict` takes a whole weight [V, D] (padded or not; each rank keeps its rows) or this rank's own
     shard. `sharded_state_dict` with torch.distributed.checkpoint saves at one W and loads at another.
@@ -126,8 +128,9 @@ class VocabParallelEmbedding(VocabRows):
     zeros, added as integers). An id outside [0, V) is a ValueError on the CPU and a row of NaN, without a gradient, on
     GPUs and in compiled graphs, where looking would synchronise.
 
-    Collectives: two object all-gathers when it is made; one all-reduce of the output in the forward, none in the
-    backward, whose upstream gradient has to be the same on every rank.
+    Collectives: as the head's when it is made; one all-reduce of the output in the forward, on the CPU after an
+    all-gather of a status (bad or different ids on one rank are an error on every rank); none in the backward, whose
+    upstream gradient has to be the same on every rank.
     """
 
     def __init__(
@@ -150,15 +153,11 @@ class VocabParallelEmbedding(VocabRows):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [...] int32 or int64 -> [..., D] of the weight's dtype."""
         self._check_tie()
-        if not isinstance(input_ids, Tensor) or input_ids.dtype not in checks.INT_DTYPES:
-            got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise TypeError(f"input_ids must be a tensor of int32 or int64, got {got}")
+        if self.weight.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._agree_on(input_ids)
+        else:
+            self._check(input_ids)
         outside = (input_ids < 0) | (input_ids >= self.vocab_size)
-        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling() and bool(outside.any()):
-            position = outside.nonzero()[0].tolist()
-            raise ValueError(
-                f"input_ids{position} is {int(input_ids[tuple(position)])}: expected an id in [0, {self.vocab_size})"
-            )
         local = input_ids.to(torch.int64) - self.shard.start
         held = (local >= 0) & (local < self.shard.valid)
         rows = F.embedding(torch.where(held, local, 0), self.weight)
@@ -167,6 +166,30 @@ class VocabParallelEmbedding(VocabRows):
         if self.shard.rank == 0:
             rows = rows.masked_fill(outside[..., None], float("nan"))
         return rows if self.shard.group is None else _SumOfHolders.apply(rows, self.shard.group)
+
+    def _check(self, input_ids: Tensor) -> None:
+        if not isinstance(input_ids, Tensor) or input_ids.dtype not in checks.INT_DTYPES:
+            got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise TypeError(f"input_ids must be a tensor of int32 or int64, got {got}")
+
+    def _agree_on(self, input_ids: Tensor) -> None:
+        """All of it, the values too; an error of one rank is raised on all, of which none waits for the sum."""
+        error: Exception | None = None
+        try:
+            self._check(input_ids)
+            outside = (input_ids < 0) | (input_ids >= self.vocab_size)
+            if bool(outside.any()):
+                at = outside.nonzero()[0].tolist()
+                raise ValueError(
+                    f"input_ids{at} is {int(input_ids[tuple(at)])}: expected an id in [0, {self.vocab_size})"
+                )
+        except (TypeError, ValueError) as e:
+            error = e
+        if self.shard.group is not None:
+            hashes = {} if error is not None else {"input_ids": agree.content_hash(input_ids)}
+            agree.agree_call(error, hashes, self.shard.group, ("input_ids",))
+        if error is not None:
+            raise error
 
 
 class _SumOfHolders(torch.autograd.Function):

@@ -156,6 +156,8 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
     hashes: dict[str, int] = {}
     try:
         checks.scalar_options(request.softcap, request.ignore_index, request.invalid, request.validate)
+        if request.softcap is not None:
+            request = request._replace(softcap=float(request.softcap))  # 30 and 30.0 are one, in fingerprints too
         checks.contract(request.contract)
         check()
         choice = _choose(request, operands)

@@ -77,6 +77,10 @@ def get_logprob_op(
     given_logits = stated is not None and stated.entry != "linear_logp"
     dtype = _DTYPES[stated.weight_dtype] if stated else torch.bfloat16
     where = torch.device(device) if device is not None else _default_device()
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ContractError(
+            f"device: asked for {str(where)!r}, found no GPU that this torch can use; name another", "device"
+        )
     try:
         choice = kernels.select_backend(requested_backend, where, dtype, given_logits)
     except ValueError as error:

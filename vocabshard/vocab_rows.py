@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from vocabshard.checks import FLOAT_DTYPES
 from vocabshard.contract import TILE
-from vocabshard.dist.gather import gather_objects
+from vocabshard.dist import agree
+from vocabshard.dist.gather import gather_objects, rank_and_size
 from vocabshard.reshardable import ReshardableRows
 from vocabshard.shard import VocabShard
 
@@ -44,29 +45,42 @@ class VocabRows(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("hidden_size", hidden_size),
-            ("vocab_size", vocab_size),
-            ("pad_to_multiple_of", pad_to_multiple_of),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{type(self).__name__}: {name} must be a positive int, got {value!r}")
         if tp_group is not None and hasattr(tp_group, "get_group"):
             tp_group = tp_group.get_group()
+        own = torch.empty(0, device=device, dtype=dtype) if weight is None else weight
+        stated = {"hidden_size": hidden_size, "vocab_size": vocab_size, "pad_to_multiple_of": pad_to_multiple_of}
+        self._agree_on_arguments(
+            tp_group,
+            stated,
+            {"bias": bias, "a weight given": weight is not None, "meta device": own.is_meta},
+            own.dtype,
+        )
         self.hidden_size, self.vocab_size, self.init_std = hidden_size, vocab_size, init_std
         self.shard = VocabShard.split(vocab_size, tp_group, pad_to_multiple_of=pad_to_multiple_of)
         self._tied = self._tie_lost = False
         if weight is None:
-            made = torch.empty(self.shard.size, hidden_size, device=device, dtype=dtype)
-            if made.dtype not in FLOAT_DTYPES:
-                raise TypeError(f"{type(self).__name__}: dtype must be float32, bfloat16 or float16, got {made.dtype}")
-            self.weight = nn.Parameter(made)
+            self.weight = nn.Parameter(torch.empty(self.shard.size, hidden_size, device=device, dtype=dtype))
         else:
             self.tie(weight)
         self.register_parameter("bias", nn.Parameter(self.weight.new_empty(self.shard.size)) if bias else None)
         self._mark()
         if not self.weight.is_meta:
             self.reset_parameters()
+
+    def _agree_on_arguments(
+        self, group: Any, sizes: dict[str, int], others: dict[str, bool], dtype: torch.dtype
+    ) -> None:
+        """Arguments that are good and the same on every rank, or an error on every rank. Collective."""
+        owner = type(self).__name__
+        error: Exception | None = None
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                error = error or ValueError(f"{owner}: {name} must be a positive int, got {value!r}")
+        if dtype not in FLOAT_DTYPES:
+            error = error or TypeError(f"{owner}: dtype must be float32, bfloat16 or float16, got {dtype}")
+        rank_and_size(group)
+        agree.raise_together(error, group)
+        agree.compare(gather_objects({**sizes, **others}, group), f"{owner} has to be made alike on every rank")
 
     def tie(self, weight: nn.Parameter) -> None:
         """Uses `weight` [V_local, D], another module's parameter, instead of its own.

@@ -162,11 +162,41 @@ def test_vocabularies_smaller_than_a_tile(ranks: Ranks, groups, tmp_path_factory
         assert_same_bytes(other.weight, head.weight, f"W = {size}")
 
 
+def test_bad_ids_of_one_rank_are_an_error_on_every_rank(ranks: Ranks) -> None:
+    if ranks.device.type != "cpu":
+        pytest.skip("on a GPU nobody looks")
+    embedding = vs.VocabParallelEmbedding(V, D, dist.group.WORLD)
+    good, last = torch.arange(3), ranks.rank == ranks.world_size - 1
+    for bad, kind, said in (
+        (torch.tensor([0, 1, V]), ValueError, rf"input_ids\[2\] is {V}"),
+        (torch.zeros(3), TypeError, "input_ids must be a tensor of int32 or int64"),
+    ):
+        with pytest.raises(kind, match=said):
+            embedding(bad if last else good)
+    if ranks.world_size > 1:
+        with pytest.raises(ValueError, match="different input_ids"):
+            embedding(good[:2] if last else good)
+    assert embedding(good).shape == (3, D)
+
+
 def test_sizes_that_differ_are_an_error_on_every_rank(ranks: Ranks) -> None:
     if ranks.world_size == 1:
         pytest.skip("one rank")
-    with pytest.raises(ValueError, match="do not agree on real_vocab_size"):
-        vs.VocabParallelLMHead(D, V + ranks.rank, dist.group.WORLD, device=ranks.device)
+    mine = ranks.rank == ranks.world_size - 1
+    for arguments, said in (
+        ({"vocab_size": V + mine}, "do not agree on vocab_size"),
+        (
+            {"vocab_size": -1 if mine else V},
+            f"rank {ranks.world_size - 1} of the group: .*vocab_size must be a positive",
+        ),
+        ({"hidden_size": D + mine}, "do not agree on hidden_size"),
+        ({"device": "meta" if mine else ranks.device}, "do not agree on meta device"),
+        ({"dtype": torch.float64 if mine else None}, "dtype must be float32"),
+    ):
+        for made in (vs.VocabParallelLMHead, vs.VocabParallelEmbedding):
+            options = {"hidden_size": D, "vocab_size": V, "tp_group": dist.group.WORLD, "device": ranks.device}
+            with pytest.raises((ValueError, TypeError), match=said):
+                made(**{**options, **arguments})
     other = dist.new_group([0])
     if ranks.rank:
         with pytest.raises(ValueError, match="not a member of tp_group"):

@@ -139,6 +139,9 @@ def test_a_group_scores_or_falls_back_together(ranks: Ranks) -> None:
         ({"metadata": {"backend": "torch"}}, "does not bear it"),
         ({"token_layout": engine.Layout(2, place.cp_rank, "single")}, "does not describe 2 ranks"),
         ({"temperature": 0.5}, "different options"),
+        ({"target_ids": torch.tensor(3)}, "target_ids must be integers"),
+        ({"token_layout": None}, "token_layout"),
+        ({"with_entropy": False}, "different options"),
     ):
         request = place.request(hidden, weight, target)
         if ranks.rank == 0:  # its tensor-parallel group hears of it, the other scores

@@ -24,7 +24,7 @@ def compare(args: argparse.Namespace) -> int:
 
     Raises InputError when a file is not whole, or when the two do not hold the same number of tokens.
     """
-    plot = None if args.plot is None else writable("--plot", args.plot)
+    plot = None if args.plot is None else writable("--plot", args.plot, args.first, args.second)
     if plot is not None:
         require("matplotlib", "plot")
     a, b = read_scores(args.first), read_scores(args.second)

@@ -8,8 +8,10 @@ from pathlib import Path
 from vocabshard.command.errors import InputError
 
 
-def writable(option: str, name: str) -> Path:
-    """The file that an option names, if it can be written or replaced. Raises InputError otherwise."""
+def writable(option: str, name: str, *inputs: str) -> Path:
+    """The file that an option names, if it can be written or replaced, and is none of `inputs`. Raises InputError."""
+    if "\0" in name:
+        raise InputError(f"{option} {name!r}: expected the name of a file, which has no zero byte")
     path = Path(name).resolve()  # a symbolic link stays one: what it names is written
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: the directory {path.parent} does not exist")
@@ -17,6 +19,9 @@ def writable(option: str, name: str) -> Path:
         raise InputError(f"{option} {path}: is a directory, expected the name of a file")
     if path.exists() and not path.is_file():
         raise InputError(f"{option} {path}: is no regular file, expected one or a new name")
+    for given in inputs:
+        if path.exists() and Path(given).exists() and path.samefile(given):
+            raise InputError(f"{option} {path}: is the input {given}, which would be lost; choose another name")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{option} {path}: the directory {path.parent} is not writable")
     return path

@@ -86,8 +86,8 @@ def choose_sizes(sizes: Sequence[int] | None, tp: int, rows: int, real: int) -> 
 
 def prepare(args: argparse.Namespace, tp: int) -> Job:
     """Checks everything that can be checked without loading the model. Raises InputError."""
-    out = writable("--out", args.out)
-    plot = None if args.plot is None else writable("--plot", args.plot)
+    out = writable("--out", args.out, args.text)
+    plot = None if args.plot is None else writable("--plot", args.plot, args.text)
     if plot is not None:
         require("matplotlib", "plot")
         if plot == out:

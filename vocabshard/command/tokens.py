@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vocabshard.command.checkpoint import Checkpoint
 from vocabshard.command.errors import InputError, first_line, require
@@ -96,6 +97,8 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
             if not isinstance(record.get(key), str):
                 found = "none" if key not in record else repr(record[key])[:40]
                 raise InputError(f"{path}:{number}: expected a {key}, which is a text, got {found}")
+            if lone := next((c for c in record[key] if "\ud800" <= c <= "\udfff"), None):
+                raise InputError(f"{path}:{number}: {key}: \\u{ord(lone):04x} is half of a character, not a text")
         if not record["completion"]:
             raise InputError(f"{path}:{number}: empty completion: there is nothing to score")
         yield record["prompt"], record["completion"]
@@ -172,16 +175,26 @@ def _fast(path: Path) -> Encode | None:
 def _slow(path: Path) -> Encode:
     """By whatever tokenizer transformers finds in the directory."""
     transformers = require("transformers")
+
+    def ids_of(tokenizer: Any, text: str, open_it: bool) -> list[int]:
+        return list(tokenizer(text, truncation=False, add_special_tokens=open_it)["input_ids"])
+
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-        special = set(tokenizer.all_special_ids)
+        alone, whole = (ids_of(tokenizer, "a", open_it) for open_it in (False, True))
     except Exception as error:  # a missing or corrupt file of any of many formats
         raise InputError(
             f"checkpoint {path}: no tokenizer.json, and no other tokenizer could be loaded: {first_line(error)}"
         ) from error
 
+    # how many it puts around any text; by their ids they could not be told from special tokens that are in the text
+    opening = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
+    closing = len(whole) - opening - len(alone)
+
     def encode(text: str, open_it: bool) -> Encoded:
-        ids = tokenizer(text, truncation=False, add_special_tokens=open_it)["input_ids"]
-        return _encoded(ids, [tokenizer.decode([token]) for token in ids], [int(token in special) for token in ids])
+        ids = ids_of(tokenizer, text, open_it)
+        if open_it:
+            ids = ids[: len(ids) - closing]
+        return Encoded(ids, [tokenizer.decode([token]) for token in ids], opening if open_it else 0)
 
     return encode

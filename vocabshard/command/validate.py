@@ -13,6 +13,7 @@ import torch
 import vocabshard
 from vocabshard import kernels
 from vocabshard.command.errors import InputError, first_line, require
+from vocabshard.command.files import writable
 from vocabshard.contract import CONTRACT_ID
 from vocabshard.ladder import Rung, levels, record
 from vocabshard.ladder.rl import find_loop, rl_run
@@ -25,9 +26,9 @@ EXIT_DIFFERS = 1
 def validate(args: argparse.Namespace) -> int:
     """Prints a line a rung; 0 when no row differed on any, 1 otherwise. Raises InputError for bad input."""
     device = _device(args.device)
-    for path in (args.out, args.plot):
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise InputError(f"{path}: the directory does not exist")
+    for option, name in (("--out", args.out), ("--plot", args.plot)):
+        if name is not None:
+            writable(option, name)
     if args.plot:
         require("matplotlib", "plot")
     loop = Path(args.rl_loop) if args.rl_loop else find_loop()

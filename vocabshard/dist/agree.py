@@ -54,17 +54,19 @@ def compare(values: list[dict[str, Any]], advice: str) -> None:
 AGREED = ("hidden", "target_ids", "temperature", "options")
 
 
-def agree_call(error: Exception | None, hashes: dict[str, int], group: Any) -> None:
-    """The per-call agreement of validate=True: one small all-gather of a status and of int64 hashes of AGREED.
+def agree_call(
+    error: Exception | None, hashes: dict[str, int], group: Any, names: tuple[str, ...] = AGREED
+) -> None:
+    """The per-call agreement of validate=True: one small all-gather of a status and of int64 hashes of `names`.
 
     Only when something is wrong does a second collective carry the text.
     """
-    row = [0 if error is None else 1] + [hashes.get(name, 0) for name in AGREED]
+    row = [0 if error is None else 1] + [hashes.get(name, 0) for name in names]
     mine = torch.tensor(row, dtype=torch.int64, device=group_device(group))
     everyone = gather_tensors(mine, group).cpu()
     if bool((everyone[:, 0] != 0).any()):
         raise_together(error, group)
-    for i, name in enumerate(AGREED, start=1):
+    for i, name in enumerate(names, start=1):
         different = (everyone[:, i] != everyone[0, i]).nonzero()
         if len(different):
             raise ValueError(

@@ -25,6 +25,7 @@ from vocabshard.options import LogpOutput
 from vocabshard.registry import get_logprob_op
 from vocabshard.strict import dtype_name
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 LAYOUTS = ("single", "zigzag", "allgather")
 _REFUSALS = (ContractError, TypeError, ValueError, NotImplementedError)
 
@@ -107,8 +108,12 @@ def _agree_on(request: Any, mode: str, group: Any) -> _Job:
         job = _read(request, mode, group)
     except _REFUSALS as e:
         error = e
+    except (AttributeError, IndexError, OverflowError, RuntimeError) as e:
+        error = ValueError(f"the request cannot be read: {type(e).__name__}: {e}")
+        error.__cause__ = e
     if group is not None:
-        same = "" if job is None else repr((mode, job.stated, job.keep is None, job.options["backend"]))
+        entropy = bool(getattr(request, "with_entropy", False)), bool(getattr(request, "with_entropy_grad", False))
+        same = "" if job is None else repr((mode, entropy, job.stated, job.options["backend"]))
         agree.agree_call(error, {"options": agree.text_hash(same)}, group)
     if error is not None:
         raise error
@@ -127,8 +132,15 @@ def _read(request: Any, mode: str, group: Any) -> _Job:
     if metadata.get("top_p_sparse_token_ids") is not None:
         raise ValueError("metadata top_p_sparse_token_ids is not read; give log_prob_keep_mask [T, V_local]")
     target_ids = _tensor("target_ids", request.target_ids)
+    if target_ids.dim() != 1 or target_ids.dtype not in INTEGERS:
+        raise ValueError(f"target_ids must be integers [T], got {target_ids.dtype} {list(target_ids.shape)}")
     hidden, matrix, bias = _operands(request)
+    if matrix.dim() != 2:
+        name = "logits must be [T, V_local]" if hidden is None else "context.projection.weight must be [V_local, D]"
+        raise ValueError(f"{name}, got {list(matrix.shape)}")
     rows, width = target_ids.shape[0], matrix.shape[0] if hidden is not None else matrix.shape[1]
+    if request.chunk_size is not None and not _is_int(request.chunk_size):
+        raise TypeError(f"chunk_size must be an int, not positive for the default, got {request.chunk_size!r}")
     layout = _token_layout(request.token_layout, metadata)
     vocabulary = _vocabulary(request, metadata, width, rank_and_size(group))
     backend = metadata.get("backend", "auto")
@@ -166,6 +178,8 @@ def _read(request: Any, mode: str, group: Any) -> _Job:
         "chunk_size": request.chunk_size,
     }
     keep = _keep_mask(request.log_prob_keep_mask, rows, width)
+    if request.with_entropy_grad not in (True, False):
+        raise TypeError(f"with_entropy_grad must be True or False, got {request.with_entropy_grad!r}")
     if target_ids.dtype not in (torch.int32, torch.int64):
         target_ids = target_ids.long()
     return _Job(hidden, matrix, bias, target_ids, keep, temperature, options, stated)
