@@ -211,6 +211,10 @@ BROKEN = {
     "binary": (lambda path: path.write_bytes(b"\xff\xfe\0"), "not UTF-8"),
     "no header": (break_lines(lambda lines: lines[1:]), ":1: expected the header"),
     "another format": (break_lines(lambda lines: ['{"type": "header"}\n', *lines[1:]]), ":1: expected the header"),
+    "a provenance that is none": (
+        break_lines(lambda lines: [lines[0].replace('"tp": 1', '"provenance": [1]'), *lines[1:]]),
+        ":1: expected a JSON object as the header's provenance",
+    ),
     "no summary": (break_lines(lambda lines: lines[:-1]), ":4: expected the summary: the file is not whole"),
     "cut in a line": (break_lines(lambda lines: [*lines[:2], lines[2][:20]]), ":3: not JSON"),
     "a token left out": (break_lines(lambda lines: [*lines[:2], *lines[3:]]), ":3: expected the record of token 1"),
@@ -226,6 +230,13 @@ BROKEN = {
     ),
     "a list": (break_lines(lambda lines: [lines[0], "[1]\n", *lines[2:]]), ":2: expected a JSON object"),
 }
+
+
+def test_ratios_beyond_a_double(write, capsys):
+    """Of a score that was nearly impossible: a sum of the ratios would overflow."""
+    low, high = ([(7, (logp, 0.0, 0.0))] * 20_000 for logp in (-1e4, 0.0))
+    code, out, err = compare(capsys, write("a", low), write("b", high), "--json")
+    assert (code, err) == (1, "") and json.loads(out)["ratio"]["mean"] > 1e250
 
 
 @pytest.mark.parametrize("side", [0, 1])

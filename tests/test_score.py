@@ -269,6 +269,10 @@ def test_output_over_the_input(text, out, tmp_path, capsys):
     (tmp_path / "link").symlink_to(text)
     assert_refused(capsys, score(TINY, text, tmp_path / "link"), out, "is the input")
     assert text.read_bytes() == content
+    partial = text.rename(out.with_name(out.name + ".partial"))
+    assert score(TINY, partial, out) == 2 and "is the input" in capsys.readouterr().err
+    assert partial.read_bytes() == content
+    text = partial.rename(text)
     assert_refused(capsys, score(TINY, text, "a\0b"), out, "which has no zero byte")
 
 

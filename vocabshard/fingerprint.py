@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vocabshard.contract import digest
 from vocabshard.dist import agree
-from vocabshard.dist.gather import gather_tensors, group_device
+from vocabshard.dist.gather import gather_objects, gather_tensors, group_device
 from vocabshard.kernels.fingerprint import local_sum
 from vocabshard.shard import VocabShard
 from vocabshard.strict import DTYPE_NAMES
@@ -28,8 +28,9 @@ def weight_fingerprint(weight: Tensor, shard: VocabShard | None = None) -> str:
     Every bit counts: -0 is another weight than +0, and one NaN than another. It reads the weight once (exact integers
     keyed by global row and column, so that parts add up in any order; not a cryptographic hash) and synchronises.
 
-    Collective over the shard's group: one all-gather of 8 bytes a rank.
-    Raises: TypeError, ValueError on every rank for a tensor that is no such weight, or not of its shard's size.
+    Collective over the shard's group: one all-gather of 8 bytes a rank, after those by which the ranks agree.
+    Raises: TypeError, ValueError on every rank for a tensor that is no such weight, not of its shard's size, or of
+    another dtype or width than another rank's.
     """
     if isinstance(weight, Tensor) and hasattr(weight, "to_local"):
         shard = VocabShard.of_dtensor(weight) if shard is None else shard
@@ -43,6 +44,8 @@ def weight_fingerprint(weight: Tensor, shard: VocabShard | None = None) -> str:
     agree.raise_together(error, group)
     rows = weight.detach().resolve_neg()
     rows = rows[:, None] if rows.dim() == 1 else rows
+    alike = {"dtype": DTYPE_NAMES[rows.dtype], "columns": rows.shape[1]}
+    agree.compare(gather_objects(alike, group), "give every rank its rows of one weight")
     first, valid, real = (
         (0, len(rows), len(rows)) if shard is None else (shard.start, shard.valid, shard.real_vocab_size)
     )

@@ -24,6 +24,10 @@ _numbers = itertools.count(1)
 _labelled: weakref.WeakValueDictionary[str, VocabShard] = weakref.WeakValueDictionary()
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, eq=False)
 class VocabShard:
     """Columns [start, stop) of a padded vocabulary, of which ids below real_vocab_size exist.
@@ -69,7 +73,7 @@ class VocabShard:
     def _check_own(self) -> None:
         for name in ("start", "stop", "real_vocab_size", "padded_vocab_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if not _is_int(value):
                 raise TypeError(f"VocabShard: {name} must be an int, got {value!r}")
         if not 0 <= self.start <= self.stop <= self.padded_vocab_size:
             raise ValueError(
@@ -107,6 +111,14 @@ class VocabShard:
     ) -> VocabShard:
         """Even shards, padded to a multiple of lcm(pad_to_multiple_of, 16 W). Collective, as the constructor."""
         rank, world_size = rank_and_size(group)
+        error = None
+        for name, value, least in (
+            ("real_vocab_size", real_vocab_size, 0),
+            ("pad_to_multiple_of", pad_to_multiple_of, 1),
+        ):
+            if not _is_int(value) or value < least:
+                error = ValueError(f"VocabShard.split: {name} must be an int of {least} or more, got {value!r}")
+        agree.raise_together(error, group)
         unit = math.lcm(pad_to_multiple_of, TILE * world_size)
         padded = -(-real_vocab_size // unit) * unit
         size = padded // world_size
@@ -118,9 +130,8 @@ class VocabShard:
     ) -> VocabShard:
         """Shards of the given V_local, one per group rank. All real unless real_vocab_size says otherwise."""
         rank, world_size = rank_and_size(group)
-        sizes = list(sizes)
         error = None
-        if len(sizes) != world_size or any(size < 0 for size in sizes):
+        if not isinstance(sizes, Sequence) or len(sizes) != world_size or not all(_is_int(s) and s >= 0 for s in sizes):
             error = ValueError(f"VocabShard.from_sizes: expected {world_size} sizes >= 0, one per rank, got {sizes}")
         agree.raise_together(error, group)
         padded = sum(sizes)

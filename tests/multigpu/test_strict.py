@@ -70,3 +70,25 @@ def test_a_weight_has_one_fingerprint_at_every_sharding(ranks: Ranks, dtype: tor
     one_short = mine[: padded.size - (ranks.rank == 0)]
     with pytest.raises(ValueError, match=rf"rank 0 of the group.*{padded.size - 1}|{padded.size - 1}"):
         vs.weight_fingerprint(one_short, padded)
+
+
+def test_ranks_with_rows_of_different_weights_have_no_fingerprint(ranks: Ranks) -> None:
+    if ranks.world_size == 1:
+        pytest.skip("one rank")
+    shard, last = shard_at(ranks, 80), ranks.rank == ranks.world_size - 1
+    weight = torch.ones(shard.size, D, device=ranks.device)
+    for odd, said in ((weight.bfloat16(), "do not agree on dtype"), (weight[:, :8], "do not agree on columns")):
+        with pytest.raises(ValueError, match=said):
+            vs.weight_fingerprint(odd if last else weight, shard)
+
+
+def test_bad_sizes_of_one_rank_are_an_error_on_every_rank(ranks: Ranks) -> None:
+    last, group = ranks.rank == ranks.world_size - 1, dist.group.WORLD
+    for wrong in (None, "320", -1, 320.0):
+        with pytest.raises(ValueError, match="real_vocab_size must be an int of 0 or more"):
+            vs.VocabShard.split(wrong if last else V, group)
+    with pytest.raises(ValueError, match="pad_to_multiple_of must be an int of 1 or more, got 0"):
+        vs.VocabShard.split(V, group, pad_to_multiple_of=0 if last else 64)
+    for sizes in (7, ["80"] * ranks.world_size):
+        with pytest.raises(ValueError, match=r"from_sizes: expected \d+ sizes"):
+            vs.VocabShard.from_sizes(sizes if last else [80] * ranks.world_size, group)

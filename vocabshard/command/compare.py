@@ -17,6 +17,7 @@ from vocabshard.contract import BIT_NEUTRAL
 # What a token's values come from, in the order of FINGERPRINTS, and the operator, where all of them are the same.
 INPUTS = ("hidden states", "weights", "targets")
 HEAD = "head"
+LARGEST = 600.0  # of a log ratio: a sum of any number of exponentials of it fits a double
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -91,8 +92,8 @@ def ratio_statistics(found: Sequence[float]) -> dict[str, Any]:
     divergence"). Over the finite ratios; null where there are none.
     """
     finite = [value for value in found if math.isfinite(value)]
-    ratios = [math.exp(min(value, 700.0)) for value in finite]
-    k3 = [math.expm1(min(value, 700.0)) - value for value in finite]
+    ratios = [math.exp(min(value, LARGEST)) for value in finite]
+    k3 = [math.expm1(min(value, LARGEST)) - value for value in finite]
     count = len(finite)
     return {
         "mean": math.fsum(ratios) / count if count else None,

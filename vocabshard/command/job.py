@@ -12,6 +12,7 @@ from vocabshard.command.checkpoint import Checkpoint
 from vocabshard.command.errors import InputError, require
 from vocabshard.command.files import writable
 from vocabshard.command.hidden import Span, Windows, choose_windows, spans_of
+from vocabshard.command.recording import partial_of
 from vocabshard.command.tokens import ALL, COMPLETION, JSON_LINES, Tokens, read_sequences
 
 TILE = 16  # shard boundaries at multiples of it keep the bytes independent of the sharding
@@ -87,6 +88,7 @@ def choose_sizes(sizes: Sequence[int] | None, tp: int, rows: int, real: int) -> 
 def prepare(args: argparse.Namespace, tp: int) -> Job:
     """Checks everything that can be checked without loading the model. Raises InputError."""
     out = writable("--out", args.out, args.text)
+    writable("--out", str(partial_of(out)), args.text)
     plot = None if args.plot is None else writable("--plot", args.plot, args.text)
     if plot is not None:
         require("matplotlib", "plot")

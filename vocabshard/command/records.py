@@ -93,6 +93,8 @@ def read_scores(path: str | Path) -> Scores:
     records = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
     if not records or records[0]["type"] != "header" or records[0].get("format") != FORMAT:
         raise InputError(f"{path}:1: expected the header of {FORMAT}")
+    if not isinstance(records[0].get("provenance", {}), dict):
+        raise InputError(f"{path}:1: expected a JSON object as the header's provenance")
     if records[-1]["type"] != "summary":
         raise InputError(f"{path}:{len(records)}: expected the summary: the file is not whole")
     tokens = records[1:-1]
