@@ -15,7 +15,6 @@ import argparse
 import importlib
 import importlib.metadata
 import json
-import random
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vocabshard as vs
+from vocabshard.testing.timing import medians, milliseconds, peak_bytes
 
 SHAPES = [(4096, 32768), (4096, 128256), (4096, 151936), (8192, 128256), (32768, 151936)]
 FEW = [1, 2, 4, 8, 16]
@@ -93,40 +93,10 @@ def upstream(rows: int) -> Tensor:
     return g
 
 
-def medians(calls: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of each call: medians over shuffled rounds.
-
-    `before` runs untimed ahead of every call: it hides the host's time behind the GPU's and empties the L2.
-    """
-    for call in calls.values():
-        call()
-        call()
-    names, events = list(calls), []
-    for _ in range(rounds):
-        random.shuffle(names)
-        for name in names:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before()
-            begin.record()
-            calls[name]()
-            end.record()
-            events.append((name, begin, end))
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, begin, end in events:
-        times[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def extra_memory(call: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = call()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del kept
-    return peak
+def peak_megabytes(call: Callable[[], object]) -> float:
+    peak = peak_bytes(call, gpu=True)
+    assert peak is not None
+    return peak / 2**20
 
 
 def scored(candidate: Candidate, x: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,13 +138,17 @@ def time_shape(candidates: list[Candidate], rows: int, columns: int, rounds: int
     usable: dict[str, Callable[[], object]] = {"copy": lambda: other.copy_(x)}
     for c in candidates:
         try:
-            memory = {"fwd MB": extra_memory(forward(c)) / 2**20, "f+b MB": extra_memory(both(c)) / 2**20}
+            memory = {"fwd MB": peak_megabytes(forward(c)), "f+b MB": peak_megabytes(both(c))}
         except (torch.OutOfMemoryError, RuntimeError, AssertionError) as error:
             result[c.name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
             continue
         result[c.name] = dict(memory)
         usable[f"{c.name}|fwd"], usable[f"{c.name}|f+b"] = forward(c), both(c)
-    times = medians(usable, rounds, lambda: other.copy_(x))
+    for call in usable.values():
+        call()
+        call()
+    # the copy hides the host's time behind the GPU's, and leaves the L2 to nobody
+    times = medians(milliseconds(usable, rounds, gpu=True, before=lambda: other.copy_(x)))
     copy = times.pop("copy")
     result["copy"] = {"TB/s": 2 * size / copy / 1e9, "ms": copy}
     for name, ms in times.items():

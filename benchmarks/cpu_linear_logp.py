@@ -11,17 +11,15 @@ leaves (Linux). The library's fp16 backward takes minutes on CPUs, so fp16 is co
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import vocabshard
 from vocabshard import _C
+from vocabshard.testing.timing import medians, milliseconds, ratio
+from vocabshard.testing.yardsticks import torch_logp
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Logp = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -31,10 +29,6 @@ def ours(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
     return vocabshard.linear_logp(hidden, weight, target_ids, validate=False)
 
 
-def library(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    return F.linear(hidden, weight).float().log_softmax(-1).gather(1, target_ids[:, None])[:, 0]
-
-
 class Case:
     """One function on one set of inputs, forward alone or with backward."""
 
@@ -42,7 +36,6 @@ class Case:
         self.logp, self.target_ids, self.backward = logp, target_ids, backward
         self.hidden, self.weight = (x.detach().requires_grad_(backward) for x in (hidden, weight))
         self.upstream = torch.randn(len(target_ids))
-        self.times: list[float] = []
         self.peak_bytes = 0
 
     def run(self) -> int:
@@ -54,11 +47,6 @@ class Case:
             out.backward(self.upstream)
             left += self.hidden.grad.nbytes + self.weight.grad.nbytes
         return left
-
-    def time(self) -> None:
-        start = time.perf_counter()
-        self.run()
-        self.times.append(time.perf_counter() - start)
 
     def measure_memory(self) -> None:
         """The first call, so that nothing is reused from the heap."""
@@ -96,15 +84,13 @@ def main() -> None:
         for backward in (False, True):
             cases[name, "ours", backward] = Case(ours, *inputs, backward)
             theirs = (hidden, weight, target_ids) if name == "fp16" else inputs
-            cases[name, "library", backward] = Case(library, *theirs, backward)
+            cases[name, "library", backward] = Case(torch_logp, *theirs, backward)
     for case in cases.values():
         case.measure_memory()
         case.run()
-    order = list(cases.values())
-    for _ in range(args.rounds):
-        random.shuffle(order)
-        for case in order:
-            case.time()
+    names = {key: " ".join(map(str, key)) for key in cases}
+    times = milliseconds({names[key]: case.run for key, case in cases.items()}, args.rounds, gpu=False)
+    median = medians(times)
 
     flops = 2.0 * args.rows * args.hidden * args.vocab
     info = _C.build_info()
@@ -112,14 +98,13 @@ def main() -> None:
     print(f"torch {torch.__version__}, vocabshard {info['build']}, {info['compiler']}, {info['cpu_chosen']}")
     for name in args.dtypes:
         for backward in (False, True):
-            mine, their = cases[name, "ours", backward], cases[name, "library", backward]
-            ratio = statistics.median(a / b for a, b in zip(mine.times, their.times, strict=True))
-            ms = [1e3 * statistics.median(case.times) for case in (mine, their)]
-            peak = [case.peak_bytes / 2**20 for case in (mine, their)]
+            pair = (name, "ours", backward), (name, "library", backward)
+            ms = [median[names[key]] for key in pair]
+            peak = [cases[key].peak_bytes / 2**20 for key in pair]
             print(
                 f"{name} {'forward + backward' if backward else 'forward':18}  "
                 f"ours {ms[0]:7.1f} ms ({(4 if backward else 1) * flops / ms[0] / 1e6:5.0f} GFLOP/s)  "
-                f"library {ms[1]:7.1f} ms  ratio {ratio:.2f}  "
+                f"library {ms[1]:7.1f} ms  ratio {ratio(times, *(names[key] for key in pair)):.2f}  "
                 f"memory ours {peak[0]:6.1f} MiB, library {peak[1]:6.1f} MiB"
             )
 

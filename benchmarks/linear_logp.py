@@ -20,8 +20,6 @@ import argparse
 import importlib
 import importlib.metadata
 import json
-import random
-import statistics
 import subprocess
 import sys
 import time
@@ -36,6 +34,8 @@ from torch.nn import functional as F
 
 import vocabshard as vs
 from vocabshard import kernels
+from vocabshard.testing.timing import medians, milliseconds, peak_bytes, ratio
+from vocabshard.testing.yardsticks import FOUR, HeadInputs, products, torch_logp
 
 CONFIGS = "4096,2048,131072;4096,4096,151936;4096,4096,37984;1024,2048,131072;64,4096,151936;1,4096,151936"
 BACKENDS = ("auto", "sm90", "triton", "cpu", "torch")
@@ -44,7 +44,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 FORWARD, BOTH = "forward", "forward + backward"
-FOUR, KEPT, FROZEN = "z z dH dW", "z dH dW", "z z dH"  # products of a forward + backward
+KEPT, FROZEN = "z dH dW", "z z dH"  # products of a forward + backward, as FOUR
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,8 @@ def ours(backend: str, dtype: torch.dtype, kept: float = 0.0, variant: str = "")
     return Candidate(name, logp, "vocabshard", floor=floor)
 
 
-def _picked(logps: Tensor, target: Tensor) -> Tensor:
-    return logps.gather(1, target[:, None])[:, 0]
-
-
-def _torch_fp32(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return _picked(torch.log_softmax(F.linear(hidden, weight).float(), -1), target)
-
-
 def _torch_plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return _picked(torch.log_softmax(F.linear(hidden, weight), -1), target)
+    return torch.log_softmax(F.linear(hidden, weight), -1).gather(1, target[:, None])[:, 0]
 
 
 def peer(name: str) -> list[Candidate]:
@@ -104,10 +96,10 @@ def peer(name: str) -> list[Candidate]:
     if name == "torch":
         return [
             Candidate("torch", _torch_plain, "torch"),
-            Candidate("torch, fp32 log_softmax", _torch_fp32, "torch"),
+            Candidate("torch, fp32 log_softmax", torch_logp, "torch"),
         ]
     if name == "compile":
-        return [Candidate("torch.compile", torch.compile(_torch_fp32), "torch")]
+        return [Candidate("torch.compile", torch.compile(torch_logp), "torch")]
     if name == "liger":
         liger = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
         return [Candidate("Liger scaled CE", lambda h, w, t: -liger.apply(h, w, t), "liger-kernel")]
@@ -123,28 +115,7 @@ def peer(name: str) -> list[Candidate]:
     raise SystemExit(f"--peers takes {', '.join(PEERS)}; got {name!r}")
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """hidden [N, D], weight [V, D] of one dtype, logits of which are about N(0, 1); target [N]; upstream fp32 [N]."""
-
-    hidden: Tensor
-    weight: Tensor
-    target: Tensor
-    upstream: Tensor
-
-    @classmethod
-    def make(cls, n: int, d: int, v: int, dtype: torch.dtype) -> Inputs:
-        g = torch.Generator(DEVICE).manual_seed(0)
-        hidden = torch.randn(n, d, device=DEVICE, generator=g).to(dtype)
-        weight = torch.empty(v, d, device=DEVICE, dtype=dtype)
-        for rows in weight.split(16384):
-            rows.copy_(torch.randn(rows.shape, device=DEVICE, generator=g) * d**-0.5)
-        target = torch.randint(0, v, (n,), device=DEVICE, generator=g)
-        upstream = torch.randn(n, device=DEVICE, generator=g).bfloat16().float()
-        return cls(hidden, weight, target, upstream)
-
-
-def forward(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
+def forward(candidate: Candidate, x: HeadInputs) -> Callable[[], Any]:
     def call() -> Any:
         with torch.no_grad():
             return candidate.logp(x.hidden, x.weight, x.target)
@@ -152,7 +123,7 @@ def forward(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
     return call
 
 
-def both(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
+def both(candidate: Candidate, x: HeadInputs) -> Callable[[], Any]:
     hidden, weight = x.hidden.detach().requires_grad_(), x.weight.detach()
     leaves = [hidden] if candidate.floor == FROZEN else [hidden, weight.requires_grad_()]
 
@@ -165,70 +136,7 @@ def both(candidate: Candidate, x: Inputs) -> Callable[[], Any]:
     return call
 
 
-def products(x: Inputs) -> Callable[[str], Callable[[], Any]]:
-    """The library's matrix products alone, named in order: what the times are held against."""
-    n, v = len(x.hidden), len(x.weight)
-    z = torch.empty(n, v, dtype=x.hidden.dtype, device=DEVICE)
-    grad_hidden, grad_weight = torch.empty_like(x.hidden), torch.empty_like(x.weight)
-
-    each: dict[str, Callable[[], Any]] = {
-        "z": lambda: torch.mm(x.hidden, x.weight.t(), out=z),
-        "dH": lambda: torch.mm(z, x.weight, out=grad_hidden),
-        "dW": lambda: torch.mm(z.t(), x.hidden, out=grad_weight),
-    }
-    each["z"]()
-
-    def run(names: str) -> Callable[[], Any]:
-        calls = [each[name] for name in names.split()]
-
-        def call() -> None:
-            for product in calls:
-                product()
-
-        return call
-
-    return run
-
-
-def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Times of each call by round; within a round the order is shuffled and the host runs ahead of the GPU."""
-    names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        random.shuffle(names)
-        if not GPU:
-            for name in names:
-                begin = time.perf_counter()
-                calls[name]()
-                times[name].append(1e3 * (time.perf_counter() - begin))
-            continue
-        events = {name: (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for name in names}
-        torch.cuda._sleep(2_000_000)
-        for name in names:
-            events[name][0].record()
-            calls[name]()
-            events[name][1].record()
-        torch.cuda.synchronize()
-        for name, (a, b) in events.items():
-            times[name].append(a.elapsed_time(b))
-    return times
-
-
-def peak_megabytes(call: Callable[[], Any]) -> float | None:
-    """Beyond what is there before; None on the CPU, whose allocator doesn't count."""
-    call()
-    if not GPU:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = call()
-    torch.cuda.synchronize()
-    del kept
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def exact_logp(x: Inputs, rows: Tensor) -> Tensor:
+def exact_logp(x: HeadInputs, rows: Tensor) -> Tensor:
     """fp64 log-probs of some rows, the vocabulary in pieces."""
     hidden, lses = x.hidden[rows].double(), []
     for weight in x.weight.split(16384):
@@ -236,7 +144,7 @@ def exact_logp(x: Inputs, rows: Tensor) -> Tensor:
     return (hidden * x.weight[x.target[rows]].double()).sum(1) - torch.logsumexp(torch.stack(lses), 0)
 
 
-def largest_error(candidate: Candidate, x: Inputs, rows: Tensor, exact: Tensor) -> float:
+def largest_error(candidate: Candidate, x: HeadInputs, rows: Tensor, exact: Tensor) -> float:
     with torch.no_grad():
         if candidate.scalar:  # of the sum, a row
             got = candidate.logp(x.hidden[rows], x.weight, x.target[rows]).double()
@@ -246,7 +154,7 @@ def largest_error(candidate: Candidate, x: Inputs, rows: Tensor, exact: Tensor) 
         return float((logp.double()[rows] - exact).abs().max())
 
 
-def measure(candidates: list[Candidate], x: Inputs, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(candidates: list[Candidate], x: HeadInputs, rounds: int) -> dict[str, dict[str, Any]]:
     report: dict[str, dict[str, Any]] = {}
     for what, make in ((FORWARD, forward), (BOTH, both)):
         calls = {}
@@ -255,22 +163,23 @@ def measure(candidates: list[Candidate], x: Inputs, rounds: int) -> dict[str, di
             try:
                 call = make(c, x)
                 call()  # compiles, tunes
-                entry[f"{what} MB"] = peak_megabytes(call)
+                peak = peak_bytes(call, gpu=GPU)
+                entry[f"{what} MB"] = None if peak is None else peak / 2**20
                 calls[c.name] = call
             except Exception as error:  # whatever a peer's compiler raises: it is a result
                 entry[f"{what} failed"] = f"{type(error).__name__}: {str(error).strip()[:200]}"
         floor_of = {c.name: c.floor if what == BOTH else "z" for c in candidates}
         run = products(x)
         floors = {floor: run(floor) for floor in sorted({FOUR if what == BOTH else "z", *floor_of.values()})}
-        times = milliseconds({**floors, **calls}, rounds)
+        times = milliseconds({**floors, **calls}, rounds, gpu=GPU)
+        median = medians(times)
         product = report.setdefault("product", {})
-        product[f"{what} ms"] = statistics.median(times[FOUR if what == BOTH else "z"])
+        product[f"{what} ms"] = median[FOUR if what == BOTH else "z"]
         for floor in floors:
-            product[f"{floor} ms"] = statistics.median(times[floor])
+            product[f"{floor} ms"] = median[floor]
         for name in calls:
-            report[name][f"{what} ms"] = statistics.median(times[name])
-            pairs = zip(times[name], times[floor_of[name]], strict=True)
-            report[name][f"{what} ratio"] = statistics.median(a / b for a, b in pairs)
+            report[name][f"{what} ms"] = median[name]
+            report[name][f"{what} ratio"] = ratio(times, name, floor_of[name])
             if what == BOTH:
                 report[name]["floor"] = floor_of[name]
         if GPU:
@@ -412,7 +321,7 @@ def main() -> None:
     report: dict[str, Any] = {"environment": environment(candidates, args.dtype), "configs": {}}
     for config in args.configs.split(";"):
         n, d, v = map(int, config.split(","))
-        x = Inputs.make(n, d, v, DTYPES[args.dtype])
+        x = HeadInputs.make(n, d, v, DTYPES[args.dtype], DEVICE)
         entry = report["configs"][f"{n} x {d} x {v}"] = measure(candidates, x, args.rounds)
         print(f"{n} x {d} x {v}")
         for name, values in entry.items():

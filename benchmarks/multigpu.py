@@ -20,7 +20,6 @@ import argparse
 import importlib
 import json
 import random
-import statistics
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from linear_logp import BOTH, DTYPES, FORWARD, GPU, environment, milliseconds
+from linear_logp import BOTH, DTYPES, FORWARD, GPU, environment
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,6 +38,7 @@ from vocabshard.dist.gather import Pending, gather_tensors
 from vocabshard.dist.grad import HiddenSum
 from vocabshard.launching import Ranks, init_from_env
 from vocabshard.partials import identity_records
+from vocabshard.testing.timing import medians, milliseconds
 
 HEADS = "4096,151936;4096,128256;8192,128256"
 ROWS = "4096,8192,32768"
@@ -202,10 +202,9 @@ def measure(calls: dict[str, Callable[[], Any]], rounds: int, device: torch.devi
             report[f"{name} failed"] = f"{type(error).__name__}: {str(error)[:150]}"
             del calls[name]
     random.seed(0)
-    times = milliseconds(calls, rounds)
-    medians = torch.tensor([statistics.median(times[name]) for name in calls], device=device)
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    report |= dict(zip(calls, medians.tolist(), strict=True))
+    slowest = torch.tensor(list(medians(milliseconds(calls, rounds, gpu=GPU)).values()), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    report |= dict(zip(calls, slowest.tolist(), strict=True))
     size = dist.get_world_size()
     group, one = report[f"group {BOTH}"], report[f"one rank {BOTH}"]
     report["share of gather + fold"] = report["gather + fold"] / report[f"group {FORWARD}"]

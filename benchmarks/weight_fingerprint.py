@@ -8,27 +8,11 @@ The fingerprint reads the weight once; a copy reads and writes it, twice as many
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 
 from vocabshard.kernels.fingerprint import local_sum
-
-
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """One call, waited for; on a GPU by its own clock."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        call()
-        return time.perf_counter() - started
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    call()
-    last.record()
-    torch.cuda.synchronize(device)
-    return first.elapsed_time(last) / 1e3
+from vocabshard.testing.timing import medians, milliseconds
 
 
 def main() -> None:
@@ -42,13 +26,9 @@ def main() -> None:
     weight = torch.randn(args.rows, args.depth, device=device).bfloat16()
     copy = torch.empty_like(weight)
     calls = {"fingerprint": lambda: local_sum(weight, 0), "copy": lambda: copy.copy_(weight)}
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(args.rounds + 2):
-        for name, call in calls.items():
-            taken = seconds(call, device)
-            if round_ >= 2:
-                found[name].append(taken)
-    ours, copied = (statistics.median(found[name]) for name in ("fingerprint", "copy"))
+    milliseconds(calls, 2, gpu=device.type == "cuda")
+    found = medians(milliseconds(calls, args.rounds, gpu=device.type == "cuda"))
+    ours, copied = found["fingerprint"] / 1e3, found["copy"] / 1e3
     size = weight.numel() * weight.element_size()
     print(
         f"{args.rows} x {args.depth} bf16: fingerprint {ours * 1e3:.3f} ms, {size / ours / 1e9:.0f} GB/s; copy "

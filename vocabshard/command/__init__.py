@@ -119,7 +119,33 @@ def build_parser() -> argparse.ArgumentParser:
     validate.add_argument("--rl-loop", metavar="LOOP.py", help="the script of L5 (default: examples/rl_loop/loop.py)")
     validate.add_argument("--out", metavar="FILE.json", help="where the result goes")
     validate.add_argument("--plot", metavar="FILE.png", help="a picture of it")
+
+    bench = commands.add_parser(
+        "bench",
+        help="time the operators on this machine, beside the plain matrix products and torch's own log-probs",
+        description="Medians over shuffled, interleaved rounds; ratios are medians of the ratios within a round.",
+    )
+    bench.add_argument(
+        "--shapes", type=_shapes, metavar="N,D,V;...", help="rows, hidden size, vocabulary (default: small on a CPU)"
+    )
+    bench.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="of hidden and weight (default: bf16 on a GPU, fp32 on a CPU)"
+    )
+    bench.add_argument("--backend", default="auto", metavar="NAME", help="of ours (default: auto)")
+    bench.add_argument("--rounds", type=int, metavar="R", help="default: 20 on a GPU, 5 on a CPU")
+    bench.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, where there is one")
+    bench.add_argument("--out", metavar="FILE.json", help="where the result goes")
     return parser
+
+
+def _shapes(text: str) -> list[tuple[int, int, int]]:
+    try:
+        shapes = [tuple(map(int, shape.split(","))) for shape in text.split(";")]
+    except ValueError:
+        shapes = []
+    if not shapes or any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
+        raise argparse.ArgumentTypeError(f"expected positive N,D,V, several separated by semicolons, got {text!r}")
+    return [(n, d, v) for n, d, v in shapes]
 
 
 def _levels(text: str) -> list[str]:
@@ -149,6 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from vocabshard.command.validate import validate
 
             return validate(args)
+        if args.command == "bench":
+            from vocabshard.command.bench import bench
+
+            return bench(args)
         from vocabshard.command.compare import compare
 
         return compare(args)
