@@ -40,10 +40,10 @@ def everything(inputs: Inputs, backend: str = "auto", **options: Any) -> LogpOut
 def repeat(device: torch.device, calls: int = 1000, rows: int = 33, depth: int = 64, columns: int = 1000) -> Rung:
     """L1: the same call again and again, nothing waited for in between."""
     rung = Rung("L1", f"{calls} unsynchronised calls")
-    for dtype in ("bf16", "fp32"):
+    for dtype in DTYPES:
         inputs = make_inputs(rows, depth, columns, 0, dtype, device)
         want = everything(inputs, temperature=0.7)
-        count = calls if dtype == "bf16" else calls // 10
+        count = calls if dtype == "bf16" else calls // 10  # of the others a sample
         wrong = torch.zeros(rows, dtype=torch.int64, device=device)
         for _ in range(count):
             got = everything(inputs, temperature=0.7)
