@@ -74,6 +74,11 @@ def given(page: str) -> dict[str, object]:
     if page == "README.md":
         weight_shard = torch.zeros(152064, 64)
         return {"tp_group": None, "weight_shard": weight_shard, "bias_shard": torch.zeros(152064)}
+    if page.startswith("docs/integrations/"):  # a model's own tensors, under the names that its users have for them
+        hidden, weight = (torch.randn(rows, 8).requires_grad_() for rows in (6, 50))
+        target = torch.randint(50, (6,))
+        names = dict.fromkeys(("weight", "lm_head_weight"), weight) | dict.fromkeys(("target", "target_ids"), target)
+        return {**names, "hidden": hidden, "tp_group": None}
     if page == "docs/gradients.md":
         weight = torch.randn(50, 8).requires_grad_()
         weight.main_grad = torch.zeros(50, 8)
