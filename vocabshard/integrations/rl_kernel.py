@@ -89,13 +89,14 @@ class KernelRegistry:
 
     def get_op(self, op_type: str) -> LinearLogpOp | BatchInvariantLogpOp:
         """An operator; NotImplementedError for those that only RL-Kernel has."""
-        ops = {"linear_logp": LinearLogpOp, "batch_invariant_logp": BatchInvariantLogpOp}
-        if op_type not in ops:
-            raise NotImplementedError(
-                f"get_op: vocabshard has {' and '.join(ops)} of RL-Kernel's operators, not {op_type!r}; take that one "
-                "from rl_engine.kernels.registry"
-            )
-        return ops[op_type]()
+        if op_type == "linear_logp":
+            return LinearLogpOp()
+        if op_type == "batch_invariant_logp":
+            return BatchInvariantLogpOp()
+        raise NotImplementedError(
+            f"get_op: vocabshard has linear_logp and batch_invariant_logp of RL-Kernel's operators, not {op_type!r}; "
+            "take that one from rl_engine.kernels.registry"
+        )
 
 
 kernel_registry = KernelRegistry()
