@@ -64,12 +64,12 @@ def init_from_env(timeout: timedelta | None = None) -> Ranks:
     backend, device = choose_backend(local_world_size, local_rank, gpus, dist.is_nccl_available())
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    bound = device if backend == "nccl" else None
+    # No device_id: of a group that has one, torch 2.11's new_group waits forever for a gloo group of some of the ranks.
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return Ranks(rank, world_size, local_rank, backend, device)
 
 
