@@ -87,6 +87,17 @@ def test_saved_logits_of_the_torch_backend() -> None:
                 assert (a - b).norm() < (1e-6 if dtype == torch.float32 else 2e-2) * b.norm()
 
 
+def test_saved_logits_of_the_torch_backend_outlive_a_backward() -> None:
+    """fp32 ones are read as they are, and a bias is not added to them in place."""
+    hidden, weight, target, upstream = problem()
+    leaves = [x.requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, V))]
+    options = vs.GradOptions(save_logits_budget="auto")
+    logp = vs.linear_logp(*leaves[:2], target, leaves[2], backend="torch", grad_options=options)
+    first, second = (torch.autograd.grad(logp, leaves, upstream[0], retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert_same_bytes(a, b)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("can't allocate memory")])
 def test_without_memory_it_recomputes(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:

@@ -163,6 +163,41 @@ def test_rows_do_not_depend_on_their_batch() -> None:
             assert_same_bytes(got, whole[rows], f"{n} rows from {first}")
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("d, v", [(64, 5003), (512, 1100)])
+def test_a_probe_row_in_batches_of_every_size(d: int, v: int, seed: int) -> None:
+    """Alone, and at the front, in the middle and at the back of batches of others."""
+    sizes = sorted({*range(1, 10), *(2**k + i for k in range(3, 12) for i in (-1, 0, 1) if 2**k + i <= 2048)})
+    others = problem(2048, d, v, seed=seed)
+    hidden, weight, bias, target = others
+    gs = upstream(2048, seed)
+    probe = torch.randn(1, d, generator=torch.Generator("cuda").manual_seed(seed + 7)).to(hidden.dtype)
+    own_target, own_gs = torch.tensor([v // 2]), tuple(torch.tensor([x]) for x in (0.8, -0.3, 0.5))
+    alone = ours(probe, weight, bias, own_target, own_gs)[0]
+
+    def with_probe(x: Tensor, own: Tensor, n: int, at: int) -> Tensor:
+        return torch.cat([x[:at], own, x[at : n - 1]])
+
+    for n in sizes:
+        for at in sorted({0, n // 2, n - 1}):
+            batch = (with_probe(hidden, probe, n, at), weight, bias, with_probe(target, own_target, n, at))
+            batch_gs = tuple(with_probe(g, own, n, at) for g, own in zip(gs, own_gs, strict=True))
+            assert_same_bytes(ours(*batch, batch_gs)[0][at], alone[0], f"row {at} of {n}")
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 1e5])
+def test_fp32_loses_no_digits_at_offsets(offset: float) -> None:
+    """Logits are made again by the forward's own chain: one that rounds otherwise is off by 1e-3 at 1e4."""
+    hidden, weight, bias, target = problem(300, 768, 9000, torch.float32)
+    gs = upstream(300)
+    for b in (bias + offset, (bias + offset).bfloat16()):
+        got = ours(hidden, weight, b, target, gs)
+        exact = dlogits(hidden, weight, b, target, gs, torch.float64)
+        wants = (exact @ weight.double(), exact.T @ hidden.double())
+        for g, want, name in zip(got, wants, ("hidden", "weight"), strict=False):
+            assert (g.double() - want).norm() < 2e-6 * want.norm(), name
+
+
 @pytest.mark.parametrize("columns", [(100, 3), (5003, 77), (1024, 0)])
 def test_padding_masked_ignored_and_broken(columns: tuple[int, int]) -> None:
     v, pad = columns

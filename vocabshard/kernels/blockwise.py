@@ -3,7 +3,8 @@
 Logits are recomputed for a block of rows and columns with fp32 accumulation (or read, without bias, where the forward
 kept them: [rows, columns]), `dlogits` is formed in fp32 from the saved lse2 pair, and two matrix products add it to
 grad_hidden (fp32) and grad_weight. Scratch memory is bounded, whatever N and V. The library's products are not the
-contract's chain: gradients, unlike log-probs, promise equal bytes from run to run only.
+contract's chain: gradients, unlike log-probs, promise equal bytes from run to run only. The logits may have to be the
+chain's all the same: at an offset of 1e4 a logit that is rounded the other way is off by 1e-3, and so is its p.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Logits = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # hidden, weight, bias -> fp32, before soft-cap
 
 SCRATCH_ELEMENTS = 1 << 24  # logits of a block: 64 MiB a tensor in fp32
 ROWS = 4096
@@ -50,8 +52,11 @@ def backward(
     grads: RowGrads,
     needs: Needs,
     how: GradPlan = ORDINARY,
+    *,
+    logits: Logits | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The kernel interface's backward (vocabshard/kernels/problem.py)."""
+    """The kernel interface's backward (vocabshard/kernels/problem.py). `logits` is what the forward made them by, where
+    that was not a product of the library."""
     n, d = hidden.shape
     active = active_rows(grads)
     # rows that count for nothing must not reach grad_weight, whatever they hold
@@ -65,15 +70,15 @@ def backward(
     for v in range(0, problem.valid, columns_step):
         columns = slice(v, min(v + columns_step, problem.valid))
         width = columns.stop - v
+        block_bias = None if bias is None else bias[columns]
         weight_sum = hidden.new_zeros(width, d, dtype=torch.float32) if needs.weight else None
         bias_sum = hidden.new_zeros(width, dtype=torch.float32) if grad_bias is not None else None
         for rows in row_blocks(n, rows_step, 0 if how.kept is None else how.kept.rows):
             if how.kept is not None and rows.stop <= how.kept.rows:
                 z = how.kept.tensors[0][rows, columns].float()
+                z = z if block_bias is None else z + block_bias.float()  # kept logits stay as they are
             else:
-                z = _product(hidden[rows], weight[columns].t())
-            if bias is not None:
-                z += bias[columns].float()
+                z = (logits or _logits)(hidden[rows], weight[columns], block_bias)
             scale = inv_temperature[rows, None] if isinstance(inv_temperature, Tensor) else inv_temperature
             dz = dlogits(z, scale, problem, v, rows, target_ids, saved, grads, active)
             if bias_sum is not None:
@@ -112,6 +117,11 @@ def active_rows(grads: RowGrads) -> Tensor:
     """bool [N]: rows with any upstream gradient."""
     active = (grads.target != 0) | (grads.softmax != 0)
     return active if grads.entropy is None else active | (grads.entropy != 0)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    z = _product(hidden, weight.t())
+    return z if bias is None else z.add_(bias.float())
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
