@@ -27,6 +27,7 @@ struct RowInputs {
   const int64_t* target_ids = nullptr;     // global
   const float* inv_temperature = nullptr;  // one per row; nullptr: the scalar
   float scalar_inv_temperature = 1.0f;     // 1: no multiplication (the same bits)
+  const int64_t* cut = nullptr;            // place of the last kept column (sampling.h); nullptr: all are kept
 };
 
 struct Problem {
@@ -102,6 +103,27 @@ void cpu_fold(const int64_t* gathered, int64_t world_size, int64_t words, int64_
 uint64_t cpu_fingerprint(const void* data, int64_t rows, int64_t row_bytes, int64_t row_stride_bytes, int64_t first_row,
                          int threads);
 
+// A block of fp32 logits before temperature, column stride 1; y = z * scale. Results are [N] unless said.
+struct SamplingBlock {
+  Matrix logits;
+  int64_t vocab_start = 0, valid = 0;
+  const float* scales = nullptr;  // one per row; nullptr: the scalar
+  float scale = 1.0f;
+};
+
+// docs/operators/sampling.md says what each of these computes. counts and masses [N, bins of the level]; masses ==
+// nullptr: not wanted. best: out [N, count].
+void cpu_sampling_maxima(const SamplingBlock& block, int64_t* out, const CpuRun& run);
+void cpu_sampling_histogram(const SamplingBlock& block, const int32_t* k_max, const int64_t* cut, const int64_t* prefix,
+                            int level, int64_t* counts, int64_t* masses, const CpuRun& run);
+void cpu_sampling_floor(const SamplingBlock& block, const float* threshold, int64_t* out, const CpuRun& run);
+void cpu_sampling_equal(const SamplingBlock& block, const int64_t* order, const int64_t* nth, int64_t* out,
+                        const CpuRun& run);
+void cpu_sampling_draw(const SamplingBlock& block, const int64_t* cut, int64_t seed, const int64_t* row_keys,
+                       int64_t* arrival, int64_t* id, int64_t* order, const CpuRun& run);
+void cpu_sampling_best(const SamplingBlock& block, int64_t count, int64_t* out, const CpuRun& run);
+void cpu_sampling_before(const SamplingBlock& block, const int64_t* place, int64_t* out, const CpuRun& run);
+
 // Instruction sets: compiled in, usable on this machine (bit i: isa i), and the one that isa = -1 takes.
 int cpu_isa_compiled();
 int cpu_isa_usable();
@@ -115,6 +137,8 @@ bool cpu_contraction_probe();
 void spec_exp(const float* y, int64_t count, int32_t* k, float* p);
 void spec_log2(const double* x, int64_t count, int32_t* a, double* l);
 void spec_softcap(const float* z, int64_t count, float cap, float* out);
+void spec_clock(const uint32_t* x, const uint32_t* second, int64_t count, float* out);
+void spec_philox(const uint32_t* counter, const uint32_t* key, uint32_t* out);  // 4 words and 2 to 4
 // z [N, V] by one FMA after the other.
 void spec_fma_chain(const Matrix& hidden, const Matrix& weight, float* z);
 // y [N, V]: tiles in the order `tile_order` (a permutation of all tiles) are split at `splits` (ascending positions in

@@ -100,12 +100,19 @@ void bind_structs(py::module_& m) {
                [](uintptr_t data, int dtype, int64_t stride) { return Vector{pointer<void>(data), dtype, stride}; }),
            py::arg("data") = 0, py::arg("dtype") = 0, py::arg("stride") = 1);
   py::class_<RowInputs>(m, "RowInputs")
-      .def(py::init([](uintptr_t target_ids, uintptr_t inv_temperature, double scalar_inv_temperature) {
+      .def(py::init([](uintptr_t target_ids, uintptr_t inv_temperature, double scalar_inv_temperature, uintptr_t cut) {
              const cpu::PlainFloat plain;  // the reciprocal may be subnormal
              return RowInputs{pointer<int64_t>(target_ids), pointer<float>(inv_temperature),
-                              static_cast<float>(scalar_inv_temperature)};
+                              static_cast<float>(scalar_inv_temperature), pointer<int64_t>(cut)};
            }),
-           py::arg("target_ids"), py::arg("inv_temperature") = 0, py::arg("scalar_inv_temperature") = 1.0);
+           py::arg("target_ids"), py::arg("inv_temperature") = 0, py::arg("scalar_inv_temperature") = 1.0,
+           py::arg("cut") = 0);
+  py::class_<SamplingBlock>(m, "SamplingBlock")
+      .def(py::init([](const Matrix& logits, int64_t vocab_start, int64_t valid, uintptr_t scales, double scale) {
+             const cpu::PlainFloat plain;
+             return SamplingBlock{logits, vocab_start, valid, pointer<float>(scales), static_cast<float>(scale)};
+           }),
+           py::arg("logits"), py::arg("vocab_start"), py::arg("valid"), py::arg("scales") = 0, py::arg("scale") = 1.0);
   py::class_<Problem>(m, "Problem")
       .def(py::init([](int64_t vocab_start, int64_t valid, float softcap, bool entropy) {
              return Problem{vocab_start, valid, softcap, entropy};
@@ -176,6 +183,70 @@ void bind_cpu(py::module_& m) {
       py::arg("entropy"), py::arg("lse2_int"), py::arg("lse2_frac"), py::arg("maximum"), Unlocked());
 }
 
+void bind_sampling(py::module_& m) {
+  using Block = SamplingBlock;
+  m.def(
+      "cpu_sampling_maxima",
+      [](const Block& block, uintptr_t out, const CpuRun& run) {
+        cpu_sampling_maxima(block, pointer<int64_t>(out), run);
+      },
+      py::arg("block"), py::arg("out"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_sampling_histogram",
+      [](const Block& block, uintptr_t k_max, uintptr_t cut, uintptr_t prefix, int level, uintptr_t counts,
+         uintptr_t masses, const CpuRun& run) {
+        cpu_sampling_histogram(block, pointer<int32_t>(k_max), pointer<int64_t>(cut), pointer<int64_t>(prefix), level,
+                               pointer<int64_t>(counts), pointer<int64_t>(masses), run);
+      },
+      py::arg("block"), py::arg("k_max"), py::arg("cut"), py::arg("prefix"), py::arg("level"), py::arg("counts"),
+      py::arg("masses"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_sampling_floor",
+      [](const Block& block, uintptr_t threshold, uintptr_t out, const CpuRun& run) {
+        cpu_sampling_floor(block, pointer<float>(threshold), pointer<int64_t>(out), run);
+      },
+      py::arg("block"), py::arg("threshold"), py::arg("out"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_sampling_equal",
+      [](const Block& block, uintptr_t order, uintptr_t nth, uintptr_t out, const CpuRun& run) {
+        cpu_sampling_equal(block, pointer<int64_t>(order), pointer<int64_t>(nth), pointer<int64_t>(out), run);
+      },
+      py::arg("block"), py::arg("order"), py::arg("nth"), py::arg("out"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_sampling_draw",
+      [](const Block& block, uintptr_t cut, int64_t seed, uintptr_t row_keys, uintptr_t arrival, uintptr_t id,
+         uintptr_t order, const CpuRun& run) {
+        cpu_sampling_draw(block, pointer<int64_t>(cut), seed, pointer<int64_t>(row_keys), pointer<int64_t>(arrival),
+                          pointer<int64_t>(id), pointer<int64_t>(order), run);
+      },
+      py::arg("block"), py::arg("cut"), py::arg("seed"), py::arg("row_keys"), py::arg("arrival"), py::arg("id"),
+      py::arg("order"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_sampling_best",
+      [](const Block& block, int64_t count, uintptr_t out, const CpuRun& run) {
+        cpu_sampling_best(block, count, pointer<int64_t>(out), run);
+      },
+      py::arg("block"), py::arg("count"), py::arg("out"), py::arg("run"), Unlocked());
+  m.def(
+      "cpu_sampling_before",
+      [](const Block& block, uintptr_t place, uintptr_t out, const CpuRun& run) {
+        cpu_sampling_before(block, pointer<int64_t>(place), pointer<int64_t>(out), run);
+      },
+      py::arg("block"), py::arg("place"), py::arg("out"), py::arg("run"), Unlocked());
+  m.def(
+      "spec_clock",
+      [](uintptr_t x, uintptr_t second, int64_t count, uintptr_t out) {
+        spec_clock(pointer<uint32_t>(x), pointer<uint32_t>(second), count, pointer<float>(out));
+      },
+      py::arg("x"), py::arg("second"), py::arg("count"), py::arg("out"), Unlocked());
+  m.def("spec_philox", [](const std::vector<uint32_t>& counter, const std::vector<uint32_t>& key) {
+    if (counter.size() != 4 || key.size() != 2) throw std::invalid_argument("four words and a key of two");
+    std::vector<uint32_t> words(4);
+    spec_philox(counter.data(), key.data(), words.data());
+    return words;
+  });
+}
+
 void bind_fingerprint(py::module_& m) {
   m.def(
       "cpu_fingerprint",
@@ -234,6 +305,7 @@ PYBIND11_MODULE(_C, m) {
   bind_structs(m);
   bind_cpu(m);
   bind_fingerprint(m);
+  bind_sampling(m);
   bind_specification(m);
 #if VOCABSHARD_CUDA
   sm90::register_sm90(m);

@@ -54,8 +54,8 @@ BAD = {
     "shard is no shard": (TypeError, "shard must be a VocabShard", dict(shard=(0, 20))),
     "shard of another size": (ValueError, "24 columns, but 20 came", dict(shard=vs.VocabShard(0, 24, 24, 24))),
     "group without torch.distributed": (ValueError, "not initialised", dict(tp_group=object())),
-    "sampling": (NotImplementedError, "sampling is not available", dict(sampling=object())),
-    "cut": (NotImplementedError, "cut is not available", dict(cut=torch.zeros(4))),
+    "sampling": (TypeError, "SamplingProgram", dict(sampling=object())),
+    "cut": (ValueError, "without the program", dict(cut=torch.zeros(4))),
     "ordered torch": (NotImplementedError, "one chain", dict(grad_options=GO(reduce="ordered"), backend="torch")),
     "budget": (ValueError, "at least 0 bytes, got -1", dict(grad_options=GO(save_logits_budget=-1))),
     "budget type": (TypeError, "number of bytes or", dict(grad_options=GO(save_logits_budget=1.5))),
@@ -109,11 +109,6 @@ def test_logits_entries() -> None:
             function(torch.tensor(1.0), torch.tensor(0))
     with pytest.raises(TypeError, match="rows must be int32, int64"):
         vs.batch_invariant_logp(logits, T, rows=torch.ones(4))
-
-
-def test_names_that_wait_for_later_versions() -> None:
-    with pytest.raises(NotImplementedError, match="not available in this version"):
-        vs.SamplingProgram()
 
 
 def test_module_refuses_unknown_options() -> None:

@@ -5,8 +5,10 @@ from vocabshard.fingerprint import weight_fingerprint
 from vocabshard.functional import batch_invariant_logp, linear_logp, provenance, vocab_parallel_logp
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.modules import VocabParallelEmbedding, VocabParallelLinearLogp, VocabParallelLMHead
-from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
+from vocabshard.options import GradOptions, LogpOutput, SampleOutput
 from vocabshard.registry import get_logprob_op, get_op
+from vocabshard.sample import vocab_parallel_sample
+from vocabshard.sampling import SamplingProgram
 from vocabshard.shard import VocabShard
 
 __version__ = "0.1.0"
@@ -17,6 +19,7 @@ __all__ = [
     "LogpOutput",
     "LogprobContract",
     "Provenance",
+    "SampleOutput",
     "SamplingProgram",
     "VocabParallelEmbedding",
     "VocabParallelLMHead",
@@ -29,5 +32,6 @@ __all__ = [
     "linear_logp",
     "provenance",
     "vocab_parallel_logp",
+    "vocab_parallel_sample",
     "weight_fingerprint",
 ]

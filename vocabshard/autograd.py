@@ -32,17 +32,18 @@ class LinearLogp(torch.autograd.Function):
         bias: Tensor | None,
         target_ids: Tensor,
         inv_temperature: float | Tensor | None,
+        cut: Tensor | None,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
         """Local kernel, gather, fold; keeps what the backward needs."""
-        x = LinearOperands(hidden, weight, bias, target_ids, inv_temperature)
+        x = LinearOperands(hidden, weight, bias, target_ids, inv_temperature, cut)
         rows, logits, kept = linear_forward(call, x)
         ctx.call = call
         ctx.set_materialize_grads(False)
         per_row = inv_temperature if isinstance(inv_temperature, Tensor) else None
         ctx.inv_temperature = None if per_row is not None else inv_temperature
         saved = (rows.lse2_int, rows.lse2_frac, rows.entropy)
-        ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, *saved, *(kept.tensors if kept else ()))
+        ctx.save_for_backward(hidden, weight, bias, target_ids, per_row, cut, *saved, *(kept.tensors if kept else ()))
         entropy = rows.entropy if call.problem.entropy else None
         ctx.mark_non_differentiable(*(t for t in (logits, rows.maximum) if t is not None))
         return rows.logp, rows.lse, entropy, logits, rows.maximum
@@ -51,17 +52,17 @@ class LinearLogp(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden (summed over the group), weight and bias."""
         _no_double_backward()
-        hidden, weight, bias, target_ids, per_row, lse2_int, lse2_frac, entropy, *kept = ctx.saved_tensors
+        hidden, weight, bias, target_ids, per_row, cut, lse2_int, lse2_frac, entropy, *kept = ctx.saved_tensors
         inv_temperature = ctx.inv_temperature if per_row is None else per_row
         gradients = linear_backward(
             ctx.call,
-            LinearOperands(hidden, weight, bias, target_ids, inv_temperature),
+            LinearOperands(hidden, weight, bias, target_ids, inv_temperature, cut),
             SavedRows(lse2_int, lse2_frac, entropy),
             (upstream[0], upstream[1], upstream[2]),
             KeptLogits(tuple(kept)) if kept else None,
             Needs(*ctx.needs_input_grad[:3]),
         )
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 class LogitsLogp(torch.autograd.Function):

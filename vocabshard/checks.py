@@ -15,9 +15,11 @@ from torch import Tensor
 from vocabshard.contract import CONTRACT_ID, ContractError
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions
+from vocabshard.sampling import SamplingProgram
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
+MOST_BEST = 1024  # columns that topk may ask for
 
 
 def _name(value: Any) -> str:
@@ -191,11 +193,38 @@ def contract(requested: Any) -> None:
         raise ContractError(f"contract {requested!r} was asked for; this build has {CONTRACT_ID!r}", "contract_id")
 
 
-def unavailable(**options: Any) -> None:
-    """Options that exist in the interface and not in this version."""
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{name} is not available in this version; leave it out")
+def sampling(program: Any, temperature: Any, topk: Any, cut: Any, target_ids: Any, draws: bool = False) -> None:
+    """A program and what goes with it."""
+    if program is not None and not isinstance(program, SamplingProgram):
+        raise TypeError(f"sampling must be a SamplingProgram, got {_name(program)}")
+    if program is not None and program.temperature is not None and temperature is not None:
+        raise ValueError(f"temperature is {temperature!r}, and the program has one; give one of the two")
+    if topk is not None and (isinstance(topk, bool) or not isinstance(topk, int)):
+        raise TypeError(f"topk must be an int or None, got {topk!r}")
+    if topk is not None and not 1 <= topk <= MOST_BEST:
+        raise ValueError(f"topk must be in [1, {MOST_BEST}], got {topk}")
+    if cut is None or draws:
+        return
+    if program is None:
+        raise ValueError("cut was given without the program that made it; give sampling= too")
+    tensor("cut", cut, (torch.int64,))
+    if cut.shape != target_ids.shape:
+        raise ValueError(f"cut must be shaped as target_ids {list(target_ids.shape)}, got {list(cut.shape)}")
+    _same_device(target_ids=target_ids, cut=cut)
+
+
+def draw(seed: Any, row_keys: Any, hidden: Tensor, row_shards: int = 1) -> None:
+    """What a token is drawn with."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, got {_name(seed)}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit in 64 bits, got {seed}")
+    if row_keys is None:
+        return
+    tensor("row_keys", row_keys, (torch.int64,))
+    _same_device(hidden=hidden, row_keys=row_keys)
+    if row_keys.shape != hidden.shape[:-1]:
+        raise ValueError(f"row_keys must be {list(hidden.shape[:-1])}, one a row of hidden, got {list(row_keys.shape)}")
 
 
 def grad_options(options: GradOptions, weight: Tensor) -> None:

@@ -131,7 +131,7 @@ K_STEPS = {FMA_CHAIN: 1, HOPPER_K16: 16}
 # Whose difference cannot change a byte of logp, lse and entropy as long as the contract is borne.
 BIT_NEUTRAL = (
     *("backend", "device", "architecture", "compute_capability", "contract_bearing", "reason", "build"),
-    *("padded_vocab_size", "shard_ranges", "outputs"),
+    *("padded_vocab_size", "shard_ranges", "outputs", "cut", "sampling_kernels"),
 )
 _OF_THE_BACKWARD = ("saved_rows", "saved_reason")
 
@@ -171,6 +171,9 @@ class Provenance:
     log_id: str = LOG_ID
     temperature_point: str = TEMPERATURE_POINT
     padding: str = PADDING
+    sampling: tuple[tuple[str, float], ...] = ()  # the program that tokens are drawn, and log-probs taken, under
+    cut: str = ""  # "given" or "found" where the program truncates
+    sampling_kernels: str = ""  # whose kernels looked for cuts, drew or ranked
     # Of the backward, and of this rank alone: how many rows' logits the forward kept, and why no more.
     saved_rows: int = 0
     saved_reason: str = ""

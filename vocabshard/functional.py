@@ -13,10 +13,12 @@ from vocabshard import strict as strict_mode
 from vocabshard.autograd import LinearLogp, LogitsLogp
 from vocabshard.contract import Provenance
 from vocabshard.logprob_contract import LogprobContract
-from vocabshard.options import GradOptions, LogpOutput, SamplingProgram
+from vocabshard.options import GradOptions, LogpOutput
 from vocabshard.passes import LinearOperands, linear_forward
 from vocabshard.plan import Operands, Plan, Request, group_size, make_plan
 from vocabshard.remembered import key_of, recall, remember
+from vocabshard.sampled import Best, pass_over
+from vocabshard.sampling import SamplingProgram
 from vocabshard.shard import VocabShard
 
 
@@ -41,6 +43,7 @@ def linear_logp(
     return_logits: bool = False,
     sampling: SamplingProgram | None = None,
     cut: Tensor | None = None,
+    topk: int | None = None,
     grad_options: GradOptions | None = None,
     sequence_parallel: bool = False,
     backend: str = "auto",
@@ -74,6 +77,12 @@ def linear_logp(
             it synchronises.
         return_lse, return_entropy, return_logits: more parts, in a LogpOutput. Entropy in nats. Logits are fp32
             [..., V_local], before temperature, -inf in padding, not differentiable.
+        sampling: the log-prob under this program's truncated, renormalised distribution (docs/operators/sampling.md);
+            lse and entropy too. A target that it leaves out has log-prob -inf and no gradient. Its temperature, if it
+            has one, stands for `temperature`.
+        cut: int64 [...], what the program kept, as a LogpOutput or vocab_parallel_sample gave it: the call is then one
+            pass. Without it the cut is found first, from logits in blocks of at most 256 MiB; a LogpOutput has it.
+        topk: n: the n best ids, their log-probs and the target's rank, from logits in such blocks; not differentiable.
         grad_options: how gradients are made: GradOptions(save_logits_budget, reduce, wire_dtype, main_grad).
         sequence_parallel: hidden is this rank's [S / W, ..., D] of [S, ..., D], in group-rank order along the first
             dimension, and so is its gradient. target_ids [S, ...], a temperature a row, results and upstream gradients
@@ -83,7 +92,8 @@ def linear_logp(
         contract: the contract id that is expected, or a LogprobContract that the call has to be as; or None.
 
     Returns:
-        fp32 [...], or LogpOutput(logp, lse, entropy, logits, maximum, provenance) when anything more was asked for.
+        fp32 [...], or LogpOutput(logp, lse, entropy, logits, maximum, provenance, cut, top_ids, top_logp, target_rank)
+        when anything more was asked for.
 
     Differentiable in hidden, weight and bias through logp, lse and entropy, a different upstream gradient in every
     row. Upstream gradients must be the same on every rank. grad_hidden is summed over the group in fp32 and rounded
@@ -92,7 +102,7 @@ def linear_logp(
     Collectives: one all-gather of 32 (56 with entropy) bytes a row in the forward, one all-reduce of fp32 grad_hidden
     in the backward when hidden needs a gradient (reduce="ordered": sends from rank to rank and a broadcast; sequence
     parallel: a reduce-scatter, and all-gathers of hidden in both passes); plus, once per shard, the agreement of
-    VocabShard.
+    VocabShard. A cut that is found and topk: those of vocabshard/sampled.py, for each block.
 
     Determinism: logp, lse and entropy are the same bytes for any W, shard boundary at a multiple of 16, batch,
     padding, launch and grad_options, sequence parallel or not (csrc/contract.h). Gradients are the same bytes from run
@@ -113,43 +123,61 @@ def linear_logp(
             softcap=softcap, ignore_index=ignore_index, invalid=invalid, validate=validate,
             sequence_parallel=sequence_parallel, backend=backend, strict=strict, contract=contract,
         )  # fmt: skip
-        if sampling is None and cut is None and compiled.one_node(weight, bias, contract, grad_options):
+        if (
+            sampling is None
+            and cut is None
+            and topk is None
+            and compiled.one_node(weight, bias, contract, grad_options)
+        ):
             return compiled.linear_logp(hidden, weight, target_ids, bias, **apart, **options)
-        apart |= {"sampling": sampling, "cut": cut}
+        apart |= {"sampling": sampling, "cut": cut, "topk": topk}
         return _outside_the_graph(hidden, weight, target_ids, bias, **apart, **options)
     request = Request(
         tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
         invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
-        GradOptions() if grad_options is None else grad_options, sequence_parallel,
+        GradOptions() if grad_options is None else grad_options, sequence_parallel, sampling, cut is not None, topk,
     )  # fmt: skip
     given = {"hidden": hidden, "weight": weight}
-    request, hidden, weight, bias = _localise(request, hidden, weight, bias)
-    operands = Operands(hidden, weight, target_ids, bias, given["weight"])
+    request, hidden, weight, bias = localise(request, hidden, weight, bias)
+    operands = Operands(hidden, weight, target_ids, bias, given["weight"], cut)
 
     def check() -> None:
         if request.admits_only_the_contract:
             strict_mode.check_cast(given, {"hidden": hidden, "weight": weight})
-        checks.unavailable(sampling=sampling, cut=cut)
+        checks.sampling(sampling, temperature, topk, cut, target_ids)
         checks.linear(hidden, weight, target_ids, bias, group_size(request) if sequence_parallel else 1)
         checks.grad_options(request.grad, weight)
 
     plan = make_plan(request, operands, check)
     shape = target_ids.shape
     rows = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
-    operands_of_rows = LinearOperands(rows, weight, bias, plan.target_ids, plan.inv_temperature)
+    operands_of_rows = LinearOperands(
+        rows, weight, bias, plan.target_ids, plan.inv_temperature, None if cut is None else cut.reshape(-1).contiguous()
+    )
+    best: Best | None = None
+    if request.looks_at_logits:
+        with torch.no_grad():
+            found = pass_over(plan.call, operands_of_rows)
+        operands_of_rows, best = operands_of_rows._replace(cut=found.cut), found.best
+        folded, logits = found.rows, found.logits
+    elif not plan.call.differentiable:  # without autograd's own time, which a decoding step would notice
+        folded, logits, _ = linear_forward(plan.call, operands_of_rows)
     if plan.call.differentiable:
         logp, lse, entropy, logits, _ = LinearLogp.apply(*operands_of_rows, plan.call)
-    else:  # without autograd's own time, which a decoding step would notice
-        folded, logits, _ = linear_forward(plan.call, operands_of_rows)
+    else:
         logp, lse, entropy = folded.logp, folded.lse, folded.entropy
-    if not (return_lse or return_entropy or return_logits):
+    if not (return_lse or return_entropy or return_logits or best):
         return logp.view(shape)
     return LogpOutput(
         logp.view(shape),
         lse.view(shape) if return_lse else None,
-        entropy.view(shape) if return_entropy else None,
-        logits.view(*shape, weight.shape[0]) if return_logits else None,
+        entropy.view(shape) if return_entropy and entropy is not None else None,
+        logits.view(*shape, weight.shape[0]) if return_logits and logits is not None else None,
         provenance=plan.provenance(weight.device),
+        cut=None if operands_of_rows.cut is None else operands_of_rows.cut.view(shape),
+        top_ids=None if best is None else best.ids.view(*shape, best.ids.shape[1]),
+        top_logp=None if best is None else best.logp.view(*shape, best.logp.shape[1]),
+        target_rank=None if best is None else best.target_rank.view(shape),
     )
 
 
@@ -274,16 +302,17 @@ def provenance(
     """
     options.pop("return_lse", None)  # it does not change what runs
     options["grad_options"] = options.get("grad_options") or GradOptions()
+    options["cut_given"] = options.pop("cut", None) is not None
     renamed = {"return_entropy": "entropy", "return_logits": "logits", "grad_options": "grad"}
     request = Request(**{renamed.get(name, name): value for name, value in options.items()})
-    request, hidden, weight, bias = _localise(request, hidden, weight, bias)
+    request, hidden, weight, bias = localise(request, hidden, weight, bias)
     operands = Operands(hidden, weight, target_ids, bias)
     shards = group_size(request) if request.sequence_parallel else 1
     plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias, shards))
     return plan.provenance(weight.device)
 
 
-def _localise(
+def localise(
     request: Request, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Request, Tensor, Tensor, Tensor | None]:
     """Autocast's casts, and the local part of a DTensor, both seen by autograd."""

@@ -11,11 +11,12 @@ from typing import Any, TypeGuard
 from vocabshard import checks
 from vocabshard import contract as C
 from vocabshard.contract import ContractError, breach
+from vocabshard.sampling import SamplingProgram
 
 ROLES = ("trainer", "rollout", "reference")
 ENTRIES = ("linear_logp", "logits that exist")
 MASKS = ("ignore_index", "keep_mask")
-OUTPUTS = ("logp", "lse", "entropy", "logits")
+OUTPUTS = ("logp", "lse", "entropy", "logits", "top")
 DTYPES = ("fp32", "bf16", "fp16")
 
 # What the two sides may differ in without a byte of logp changing.
@@ -52,6 +53,7 @@ class LogprobContract:
     shard_ranges: tuple[tuple[int, int], ...] | None = None  # [start, stop) by group rank
     softcap: float | None = None
     temperature: float | str | None = None  # a number (kept as fp32), "per-row", or None for 1
+    sampling: tuple[tuple[str, float], ...] | None = None  # a SamplingProgram's transforms, or the program; None: none
     ignore_index: int = -100
     invalid: str = "nan"
     mask: str = "ignore_index"  # how tokens that do not count are told
@@ -93,7 +95,22 @@ class LogprobContract:
             self._set("hidden_dtype", None)
         elif self.hidden_dtype is None:
             self._set("hidden_dtype", self.weight_dtype)
+        if self.sampling is not None:
+            self._set("sampling", self._program().transforms)
         self._check_ranges()
+
+    def _program(self) -> SamplingProgram:
+        if isinstance(self.sampling, SamplingProgram):
+            return self.sampling
+        try:
+            program = SamplingProgram(self.sampling or ())
+        except (TypeError, ValueError) as error:
+            raise breach("sampling", repr(self.sampling), str(error), "state a SamplingProgram") from error
+        if program.temperature is not None and self.temperature is not None:
+            raise breach(
+                "sampling", repr(self.sampling), f"temperature {self.temperature!r} too", "state one of the two"
+            )
+        return program
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

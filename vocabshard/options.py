@@ -20,6 +20,24 @@ class LogpOutput(NamedTuple):
     logits: Tensor | None = None  # fp32 [..., V_local], before temperature, -inf in padding; not differentiable
     maximum: Tensor | None = None  # fp32 [...], the largest logit after temperature; not differentiable
     provenance: Provenance | None = None  # what ran
+    cut: Tensor | None = None  # int64 [...], what a truncation kept: vocabshard.sampling.cut_parts reads it
+    top_ids: Tensor | None = None  # int64 [..., n], the best columns, larger logits and then lower ids first
+    top_logp: Tensor | None = None  # fp32 [..., n], -inf where a truncation left the column out
+    target_rank: Tensor | None = None  # int64 [...], the target's place among all columns, from 1
+
+
+class SampleOutput(NamedTuple):
+    """Drawn tokens and what was scored with them; parts not asked for are None. Shapes as hidden without D."""
+
+    token: Tensor  # int64 [...], -1 in a row without a distribution (NaN, all -inf)
+    logp: Tensor  # fp32 [...], the bytes of linear_logp(..., token, sampling=program, cut=cut)
+    cut: Tensor  # int64 [...]: what the program kept
+    lse: Tensor | None = None  # fp32 [...], of what was kept
+    entropy: Tensor | None = None  # fp32 [...], of the truncated distribution, nats
+    top_ids: Tensor | None = None  # as in LogpOutput
+    top_logp: Tensor | None = None
+    token_rank: Tensor | None = None
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True)
@@ -42,13 +60,3 @@ class GradOptions:
     reduce: str = "sum"
     wire_dtype: torch.dtype = torch.float32
     main_grad: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class SamplingProgram:
-    """An ordered list of sampling transforms that a log-prob is taken under. Not available in this version."""
-
-    transforms: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        raise NotImplementedError("SamplingProgram is not available in this version; score without `sampling`")

@@ -15,10 +15,12 @@ from torch import Tensor
 from vocabshard.dist.fold import fold
 from vocabshard.dist.gather import gather_rows, gather_tensors, rank_and_size
 from vocabshard.dist.grad import HiddenSum, continue_over_group
+from vocabshard.kernels import truncated
 from vocabshard.kernels.problem import GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.memory import free_bytes
 from vocabshard.options import GradOptions
 from vocabshard.partials import FoldedRows, new_records
+from vocabshard.sampling import SamplingProgram
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
@@ -49,15 +51,20 @@ class Call:
     sequence_parallel: bool = False
     weight: Any = None  # the object that the caller gave, for Megatron's attribute
     outcome: Outcome = field(default_factory=Outcome)
+    sampling: SamplingProgram | None = None
+    topk: int | None = None
+    widest: int = 0  # columns of the group's widest shard
 
-    def new_kept(self, rows: int, weight: Tensor) -> KeptLogits | None:
+    def new_kept(self, x: LinearOperands) -> KeptLogits | None:
         """A buffer for the logits of as many rows as the budget holds, or None."""
-        budget = self.grad.save_logits_budget
+        budget, rows, weight = self.grad.save_logits_budget, x.target_ids.shape[0], x.weight
         if not self.differentiable or budget == 0:
             return None
         size = self.kernel.kept_bytes_per_row(self.problem.valid, weight.dtype)
         kept = None
-        if size == 0:
+        if x.cut is not None and not truncated.takes_cut(self.kernel):
+            self.outcome.saved_reason = f"backend {self.backend!r} always recomputes under a truncation"
+        elif size == 0:
             self.outcome.saved_reason = f"backend {self.backend!r} always recomputes"
         else:
             available = free_bytes(weight.device) // 2 if budget == "auto" else int(budget)
@@ -72,6 +79,12 @@ class Call:
                 self.outcome.saved_reason = f"{fitting * size} bytes could not be allocated: {e}"
         self.outcome.saved_rows = 0 if kept is None else kept.rows
         return kept
+
+    def local_forward(self, x: LinearOperands, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """This rank's records, and its logits where wanted."""
+        if x.cut is None:
+            return self.kernel.forward(*x[:5], self.problem, **options)
+        return truncated.forward(self.kernel, *x[:5], self.problem, cut=x.cut, **options)
 
     def fold_records(self, records: Tensor, target_ids: Tensor) -> FoldedRows:
         """Gathers this rank's records and folds them; every rank ends with the same rows."""
@@ -127,16 +140,17 @@ class LinearOperands(NamedTuple):
     bias: Tensor | None
     target_ids: Tensor  # int64 [N]
     inv_temperature: float | Tensor | None
+    cut: Tensor | None = None  # int64 [N]: what a truncation keeps
 
 
 def linear_forward(call: Call, x: LinearOperands) -> tuple[FoldedRows, Tensor | None, KeptLogits | None]:
     """The folded rows, this rank's logits where wanted, and what is kept for the backward."""
-    kept = call.new_kept(x.target_ids.shape[0], x.weight)
+    kept = call.new_kept(x)
     keep = {} if kept is None else {"keep": kept}  # kernels that keep nothing need not know of it
     if call.sequence_parallel:
         records, logits = _gathered_forward(call, x, keep)
     else:
-        records, logits = call.kernel.forward(*x, call.problem, want_logits=call.want_logits, **keep)
+        records, logits = call.local_forward(x, want_logits=call.want_logits, **keep)
     return call.fold_records(records, x.target_ids), logits, kept
 
 
@@ -154,16 +168,10 @@ def _gathered_forward(call: Call, x: LinearOperands, keep: dict[str, KeptLogits]
         def of_piece(per_row: Any, rows: slice = rows) -> Any:
             return per_row.view(size, own)[:, rows].reshape(-1) if isinstance(per_row, Tensor) else per_row
 
-        part, logits = call.kernel.forward(
-            piece,
-            x.weight,
-            x.bias,
-            of_piece(x.target_ids),
-            of_piece(x.inv_temperature),
-            call.problem,
-            want_logits=call.want_logits,
-            **keep,
+        of_rows = LinearOperands(
+            piece, x.weight, x.bias, of_piece(x.target_ids), of_piece(x.inv_temperature), of_piece(x.cut)
         )
+        part, logits = call.local_forward(of_rows, want_logits=call.want_logits, **keep)
         placed[:, :, rows] = part.view(-1, size, rows.stop - rows.start)
     return records, logits
 
@@ -210,7 +218,10 @@ class _LocalBackward(NamedTuple):
 
         if self.kept is not None:
             how = replace(how, kept=self.kept.part(rows.start, rows.stop))
-        return self.call.kernel.backward(
+        backward, cut = self.call.kernel.backward, {}
+        if self.x.cut is not None:
+            backward, cut = truncated.backward, {"kernel": self.call.kernel, "cut": self.x.cut[rows]}
+        return backward(
             self.x.hidden[rows],
             self.x.weight,
             self.x.bias,
@@ -221,6 +232,7 @@ class _LocalBackward(NamedTuple):
             RowGrads(*map(part, self.grads)),
             needs,
             how,
+            **cut,
         )
 
     @property

@@ -17,9 +17,12 @@ from vocabshard.contract import ContractError, Provenance
 from vocabshard.dist import agree
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.kernels.problem import LocalProblem
+from vocabshard.kernels.sampling_torch import functions
+from vocabshard.kernels.truncated import takes_cut
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions
 from vocabshard.passes import Call
+from vocabshard.sampling import SamplingProgram
 from vocabshard.shard import VocabShard, check_fits, known_shard, make_shard
 from vocabshard.strict import dtype_name
 
@@ -48,6 +51,24 @@ class Request(NamedTuple):
     contract: str | LogprobContract | None = None
     grad: GradOptions = GradOptions()
     sequence_parallel: bool = False
+    sampling: SamplingProgram | None = None
+    cut_given: bool = False
+    topk: int | None = None
+    seed: int | None = None  # tokens are drawn
+
+    @property
+    def own_temperature(self) -> float | Tensor | None:
+        """The call's, or the program's; None where that is greedy."""
+        program = self.sampling
+        if program is None or program.temperature is None:
+            return self.temperature
+        return None if program.greedy else program.temperature
+
+    @property
+    def looks_at_logits(self) -> bool:
+        """Whether logits are gone through in blocks: a cut to be found, a token to be drawn, columns to be ranked."""
+        finds = self.sampling is not None and self.sampling.truncates and not self.cut_given
+        return finds or self.topk is not None or self.seed is not None
 
     @property
     def admits_only_the_contract(self) -> bool:
@@ -63,6 +84,8 @@ class Operands(NamedTuple):
     target_ids: Tensor
     bias: Tensor | None = None
     given: Any = None  # the weight as the caller gave it
+    cut: Tensor | None = None  # of a truncation
+    row_keys: Tensor | None = None  # of a draw
 
     @property
     def differentiable(self) -> bool:
@@ -83,7 +106,7 @@ class Operands(NamedTuple):
     @property
     def same_on_every_rank(self) -> dict[str, Tensor]:
         """The tensors that the ranks of a group have to have in common, by name."""
-        given = {"hidden": self.hidden, "target_ids": self.target_ids}
+        given = {"hidden": self.hidden, "target_ids": self.target_ids, "cut": self.cut, "row_keys": self.row_keys}
         return {name: t for name, t in given.items() if t is not None}
 
 
@@ -96,6 +119,9 @@ class Plan(NamedTuple):
     inv_temperature: float | Tensor | None
     target_ids: Tensor  # int64 [N]
     dtypes: tuple[str | None, str, str | None]  # of hidden, of weight or logits, of bias
+    outputs: tuple[str, ...] = ()
+    cut: str = ""
+    sampling_kernels: str = ""
 
     def provenance(self, device: torch.device) -> Provenance:
         """What the call runs with, on this device."""
@@ -123,7 +149,10 @@ class Plan(NamedTuple):
             inv_temperature=None if isinstance(self.inv_temperature, Tensor) else self.inv_temperature,
             ignore_index=call.ignore_index,
             invalid=call.invalid,
-            outputs=(("entropy",) if call.problem.entropy else ()) + (("logits",) if call.want_logits else ()),
+            outputs=self.outputs,
+            sampling=() if call.sampling is None else call.sampling.transforms,
+            cut=self.cut,
+            sampling_kernels=self.sampling_kernels,
             build=kernels.build_id(),
             k_step=C.K_STEPS.get(choice.projection),
             saved_rows=call.outcome.saved_rows,
@@ -163,12 +192,12 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         choice = _choose(request, operands)
         if request.admits_only_the_contract:
             strict.check_machine(choice)
-        inv_temperature = checks.temperature_reciprocal(request.temperature, operands.target_ids, validate)
+        inv_temperature = checks.temperature_reciprocal(request.own_temperature, operands.target_ids, validate)
         if isinstance(request.contract, LogprobContract):
             request.contract.check_call(_described(request, operands, choice, inv_temperature))
         if request.grad.reduce == "ordered":
             dtype = operands.matrix.dtype
-            checks.ordered(choice.backend, dtype, kernels.continues_chain(choice.backend, dtype))
+            checks.ordered(choice.backend, dtype, _continues_chain(request, choice, dtype))
         if shard is None:
             shard = known_shard(
                 operands.local_size,
@@ -214,9 +243,28 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         differentiable=operands.differentiable,
         sequence_parallel=request.sequence_parallel and rank_and_size(group)[1] > 1,
         weight=operands.given,
+        sampling=request.sampling,
+        topk=request.topk,
+        widest=max(stop - start for start, stop in shard.ranges),
     )
     flat = operands.target_ids.reshape(-1).to(torch.int64).contiguous()
-    return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes)
+    cut = ""
+    if request.sampling is not None and (request.sampling.truncates or request.cut_given):
+        cut = "given" if request.cut_given else "found"
+    looked = functions(call.kernel).ran if request.looks_at_logits else ""
+    return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes, _outputs(request), cut, looked)
+
+
+def _continues_chain(request: Request, choice: kernels.Choice, dtype: torch.dtype) -> bool:
+    truncates = request.sampling is not None and (request.sampling.truncates or request.cut_given)
+    whole = not truncates or takes_cut(kernels.module(choice.backend))
+    return whole and kernels.continues_chain(choice.backend, dtype)
+
+
+def _outputs(request: Request) -> tuple[str, ...]:
+    """What is computed beside logp and lse."""
+    named = {"entropy": request.entropy, "logits": request.logits, "top": request.topk is not None}
+    return tuple(name for name, wanted in named.items() if wanted)
 
 
 def group_size(request: Request) -> int:
@@ -293,6 +341,10 @@ def _hashes(request: Request, operands: Operands) -> dict[str, int]:
         request.grad.reduce,
         request.grad.wire_dtype,
         request.sequence_parallel,
+        request.sampling,
+        request.cut_given,
+        request.topk,
+        request.seed,
     )
     hashes["options"] = agree.text_hash(repr(options))
     return hashes
@@ -320,6 +372,8 @@ def _described(
         temperature: float | str | None = None
     else:
         temperature = "per-row" if isinstance(inv_temperature, Tensor) else checks.fp32(float(request.temperature or 1))
+    if request.sampling is not None and request.sampling.temperature is not None:
+        temperature = None  # it is the program's
     return {
         "entry": "logits that exist" if operands.hidden is None else "linear_logp",
         "weight_dtype": weight,
@@ -330,7 +384,8 @@ def _described(
         "temperature": temperature,
         "ignore_index": request.ignore_index,
         "invalid": request.invalid,
-        "outputs": (("entropy",) if request.entropy else ()) + (("logits",) if request.logits else ()),
+        "outputs": _outputs(request),
+        "sampling": None if request.sampling is None else request.sampling.transforms,
     }
 
 

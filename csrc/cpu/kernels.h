@@ -22,6 +22,8 @@ struct alignas(64) PanelState {
 struct alignas(64) PanelRows {
   int64_t target[kLanes];  // local column, or outside [0, valid)
   float inv_temperature[kLanes];
+  float cut_logit[kLanes];  // left out is z < cut_logit, and z == cut_logit in local columns above cut_column
+  int32_t cut_column[kLanes];
   // backward only
   float lse2_int[kLanes], lse2_frac[kLanes], entropy[kLanes];
   float grad_target[kLanes], grad_softmax[kLanes], grad_entropy[kLanes];
@@ -36,6 +38,7 @@ struct Block {
   float softcap;      // 0: none
   bool scaled;        // PanelRows::inv_temperature counts
   bool entropy;
+  bool cut;  // PanelRows::cut_logit counts
 };
 
 // How a matrix product starts and ends. A chain goes on from what is there, a sum is made apart and then added.

@@ -226,7 +226,7 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
                 grad_weight,
                 grad_bias,
                 sizes,
-                Projection(kernels, weight, bias, problem, is_scaled(rows), sizes.rows),
+                Projection(kernels, weight, bias, problem, rows, sizes.rows),
                 team,
                 rows,
                 problem,

@@ -32,7 +32,7 @@ void cpu_linear_forward(const Matrix& hidden, const Matrix& weight, const Vector
   const int64_t chunks = ceil_div(block_panels, kChunkPanels);
   const int64_t chunk_panels = smaller(block_panels, round_up(ceil_div(block_panels, chunks), 3));
   const int64_t ld = chunk_panels * kLanes;
-  const Projection projection(kernels, weight, bias, problem, is_scaled(rows), block_rows);
+  const Projection projection(kernels, weight, bias, problem, rows, block_rows);
   const int64_t step = projection.column_block(), column_blocks = ceil_div(problem.valid, step);
   // Contiguous ranges of columns with states of their own, merged in ascending order.
   const int64_t affordable = larger(1, kStateBytes / (block_panels * static_cast<int64_t>(sizeof(PanelState))));

@@ -25,7 +25,7 @@ int64_t range_start(int64_t part, int64_t parts, int64_t columns) {
 }
 
 Block strip(const Problem& problem, const RowInputs& rows, float* z, int64_t v, int64_t columns) {
-  return {z, kLanes, v, columns, 1, nullptr, problem.softcap, is_scaled(rows), problem.entropy};
+  return {z, kLanes, v, columns, 1, nullptr, problem.softcap, is_scaled(rows), problem.entropy, rows.cut != nullptr};
 }
 
 void clear_columns(const Matrix& m, int64_t row, int64_t first) {

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "sampling.h"
+
 namespace vocabshard::cpu {
 
 void check_gradients(const Problem& problem, const RowGradients& gradients, int64_t rows) {
@@ -16,11 +18,18 @@ void fill_panel(const RowInputs& rows, const Problem& problem, const RowGradient
   for (int64_t l = 0; l < kLanes; ++l) {
     out->target[l] = -1;
     out->inv_temperature[l] = 1.0f;
+    out->cut_logit[l] = neg_inf();
+    out->cut_column[l] = kEveryTie;
     if (l >= count) continue;
     const int64_t n = index ? index[l] : row0 + l, id = rows.target_ids[n];
     if (id >= problem.vocab_start && id - problem.vocab_start < problem.valid)
       out->target[l] = id - problem.vocab_start;
     out->inv_temperature[l] = rows.inv_temperature ? rows.inv_temperature[n] : rows.scalar_inv_temperature;
+    if (rows.cut) {
+      out->cut_logit[l] = cut_logit(rows.cut[n]);
+      const int64_t column = cut_tie(rows.cut[n]) - problem.vocab_start;
+      out->cut_column[l] = static_cast<int32_t>(larger(column, -1));
+    }
     if (!gradients) continue;
     out->lse2_int[l] = static_cast<float>(gradients->lse2_int[n]);
     out->lse2_frac[l] = gradients->lse2_frac[n];
@@ -33,8 +42,8 @@ void fill_panel(const RowInputs& rows, const Problem& problem, const RowGradient
 }
 
 Projection::Projection(const Kernels& kernels, const Matrix& weight, const Vector& bias, const Problem& problem,
-                       bool scaled, int64_t rows)
-    : kernels_(kernels), weight_(weight), problem_(problem), scaled_(scaled) {
+                       const RowInputs& inputs, int64_t rows)
+    : kernels_(kernels), weight_(weight), problem_(problem), scaled_(is_scaled(inputs)), cut_(inputs.cut != nullptr) {
   const bool few = rows <= 3 * kLanes;
   column_block_ = few ? kColumnBlockFew : kColumnBlock;
   step_block_ = smaller(few ? kStepBlockFew : kStepBlock, round_up(larger(weight.cols, 1), kLanes));
@@ -65,7 +74,7 @@ Block Projection::block(int64_t first_column, int64_t columns, int64_t panels, f
     bias = scratch + (column_block_ + kRowSlack) * row_size();
     kernels_.load_rows(bias_, 0, 1, first_column, columns, bias, 0);
   }
-  return {z, ld, first_column, columns, panels, bias, problem_.softcap, scaled_, problem_.entropy};
+  return {z, ld, first_column, columns, panels, bias, problem_.softcap, scaled_, problem_.entropy, cut_};
 }
 
 void start_states(PanelState* states, int64_t panels) {

@@ -27,8 +27,8 @@ void fill_panel(const RowInputs& rows, const Problem& problem, const RowGradient
 class Projection {
  public:
   // rows: how many the blocks are to meet.
-  Projection(const Kernels& kernels, const Matrix& weight, const Vector& bias, const Problem& problem, bool scaled,
-             int64_t rows);
+  Projection(const Kernels& kernels, const Matrix& weight, const Vector& bias, const Problem& problem,
+             const RowInputs& inputs, int64_t rows);
 
   int64_t column_block() const { return column_block_; }
   // floats a worker needs; a column block of a panel fits too
@@ -52,7 +52,7 @@ class Projection {
   const Kernels& kernels_;
   Matrix weight_, bias_;
   Problem problem_;
-  bool scaled_;
+  bool scaled_, cut_;
   int64_t column_block_, step_block_;
 };
 

@@ -55,6 +55,14 @@ VS_INLINE F logit(const Block& b, F chain, int64_t v) {
   return b.softcap != 0.0f ? softcap(z, set(b.softcap), &slope) : z;
 }
 
+// What a truncation leaves out of column v's logits becomes -inf; a NaN stays.
+VS_INLINE F without_cut(const PanelRows& rows, F z, int64_t column) {
+  const F limit = load(rows.cut_logit);
+  const I beyond = less(load_int(rows.cut_column), set_int(static_cast<int32_t>(column)));
+  const I out = less(z, limit) | (equal(z, limit) & beyond);
+  return select(out, from_bits(set_int(static_cast<int32_t>(kNegInfBits))), z);
+}
+
 static void finish_logits(const Block& b) {
   if (!b.bias && b.softcap == 0.0f) return;
   for (int64_t v = 0; v < b.columns; ++v)
@@ -157,6 +165,7 @@ static void softmax_panel(const Block& b, int64_t panel, const PanelRows& rows, 
         continue;
       }
       y[i] = logit(b, load(z + (v + i) * b.ld), v + i);
+      if (b.cut) y[i] = without_cut(rows, y[i], b.first_column + v + i);
       if (b.scaled) y[i] = y[i] * scale;
       store(z + (v + i) * b.ld, y[i]);
     }
@@ -199,6 +208,7 @@ static void gradients(const Block& b, const PanelRows* all_rows) {
         y = softcap(before, cap, &slope);
         slope = select(is_finite(before), slope, zero);
       }
+      if (b.cut) y = without_cut(rows, y, b.first_column + v);
       if (b.scaled) y = y * scale;
       // p = P(f) 2^(k - lse2_int) 2^-lse2_frac: unlike 2^(y c - lse2) as accurate where p is small as where it is large
       const F limited = select(less(y, set(-kLogitLimit)), set(-kLogitLimit), y);

@@ -51,7 +51,7 @@ def compare(values: list[dict[str, Any]], advice: str) -> None:
 
 
 # What a call's ranks must have in common. A fixed list: a rank that failed sends as many words as the others.
-AGREED = ("hidden", "target_ids", "temperature", "options")
+AGREED = ("hidden", "target_ids", "temperature", "cut", "row_keys", "options")
 
 
 def agree_call(

@@ -29,6 +29,19 @@ def fold(
     raise ValueError(f"no fold kernel for backend {backend!r} and device {gathered.device.type!r}")
 
 
+def set_targets(backend: str, gathered: Tensor, y: Tensor) -> Tensor:
+    """gathered [W, R, N] and y fp32 [N, n] -> [W, R, N * n]: the same rows once for each of n targets of that y."""
+    gathered = gathered[..., None].expand(*gathered.shape, y.shape[1]).flatten(2).contiguous()
+    y = y.reshape(-1)
+    if backend == "torch":
+        targets = gathered.view(torch.float64)[:, 1]
+        targets[0], targets[1:] = y.double(), float("-inf")
+    else:  # the first rank's that is no NaN is taken
+        targets = gathered[:, 0].view(torch.float32).unflatten(1, (-1, 2))[..., 1]
+        targets[0], targets[1:] = y, float("nan")
+    return gathered
+
+
 def _new_rows(gathered: Tensor, entropy: bool) -> FoldedRows:
     rows = gathered.shape[2]
 

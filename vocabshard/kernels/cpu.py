@@ -11,6 +11,15 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.contract import check_constants
+from vocabshard.kernels.cpu_sampling import (
+    sampling_before,
+    sampling_best,
+    sampling_draw,
+    sampling_equal,
+    sampling_floor,
+    sampling_histogram,
+    sampling_maxima,
+)
 from vocabshard.kernels.problem import (
     ORDINARY,
     GradPlan,
@@ -47,10 +56,11 @@ def _vector(x: Tensor | None) -> _C.Vector:
     return _C.Vector() if x is None else _C.Vector(x.data_ptr(), DTYPES[x.dtype], x.stride(0))
 
 
-def _rows(target_ids: Tensor, inv_temperature: float | Tensor | None) -> _C.RowInputs:
+def _rows(target_ids: Tensor, inv_temperature: float | Tensor | None, cut: Tensor | None = None) -> _C.RowInputs:
+    where = 0 if cut is None else cut.data_ptr()
     if isinstance(inv_temperature, Tensor):
-        return _C.RowInputs(target_ids.data_ptr(), inv_temperature.data_ptr())
-    return _C.RowInputs(target_ids.data_ptr(), 0, 1.0 if inv_temperature is None else inv_temperature)
+        return _C.RowInputs(target_ids.data_ptr(), inv_temperature.data_ptr(), cut=where)
+    return _C.RowInputs(target_ids.data_ptr(), 0, 1.0 if inv_temperature is None else inv_temperature, where)
 
 
 def _problem(problem: LocalProblem) -> _C.Problem:
@@ -86,11 +96,13 @@ def forward(
     *,
     want_logits: bool = False,
     keep: KeptLogits | None = None,
+    cut: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """hidden [N, D] and weight [V_local, D] of one dtype, any strides -> records int64 [R, N], logits fp32 or None.
 
     target_ids int64 [N] are global; inv_temperature is None, a float or fp32 [N]; both tensors contiguous. The logits
-    [N, V_local] are those before temperature, -inf in padding columns. `keep` gets the chains of its rows in fp32.
+    [N, V_local] are those before temperature and cut, -inf in padding columns. `keep` gets the chains of its rows in
+    fp32. cut int64 [N], contiguous: what a truncation keeps (vocabshard/sampling.py), here and below.
     """
     records = new_records(hidden.shape[0], problem.entropy, hidden.device)
     logits = torch.empty(hidden.shape[0], weight.shape[0]) if want_logits else None
@@ -98,7 +110,7 @@ def forward(
         _matrix(hidden),
         _matrix(weight),
         _vector(bias),
-        _rows(target_ids, inv_temperature),
+        _rows(target_ids, inv_temperature, cut),
         _problem(problem),
         records.data_ptr(),
         _optional(logits),
@@ -108,6 +120,7 @@ def forward(
     return records, logits
 
 
+TAKES_CUT = True
 # grad_hidden goes on from given accumulators as one ascending chain
 CONTINUES_CHAIN = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -137,6 +150,8 @@ def backward(
     grads: RowGrads,
     needs: Needs,
     how: GradPlan = ORDINARY,
+    *,
+    cut: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of this rank: hidden fp32 [N, D], weight [V_local, D] and bias [V_local] in their dtypes, or None.
 
@@ -156,7 +171,7 @@ def backward(
         _matrix(hidden),
         _matrix(weight),
         _vector(bias),
-        _rows(target_ids, inv_temperature),
+        _rows(target_ids, inv_temperature, cut),
         _problem(problem),
         gradients.struct,
         _optional(grad_hidden),
@@ -176,6 +191,8 @@ def logits_forward(
     inv_temperature: float | Tensor | None,
     problem: LocalProblem,
     rows: Tensor | None = None,
+    *,
+    cut: Tensor | None = None,
 ) -> Tensor:
     """logits [N_rows, V_local] of column stride 1 -> records int64 [R, M]; output row m reads row rows[m], or m."""
     outputs = target_ids.shape[0]
@@ -184,7 +201,7 @@ def logits_forward(
         _matrix(logits),
         _pointer(rows),
         outputs,
-        _rows(target_ids, inv_temperature),
+        _rows(target_ids, inv_temperature, cut),
         _problem(problem),
         records.data_ptr(),
         _run(),
@@ -201,6 +218,8 @@ def logits_backward(
     grads: RowGrads,
     out: Tensor,
     rows: Tensor | None = None,
+    *,
+    cut: Tensor | None = None,
 ) -> None:
     """Writes all of out [N_rows, V_local], the gradient of the logits; it may be the logits themselves.
 
@@ -211,9 +230,28 @@ def logits_backward(
         _matrix(logits),
         _pointer(rows),
         target_ids.shape[0],
-        _rows(target_ids, inv_temperature),
+        _rows(target_ids, inv_temperature, cut),
         _problem(problem),
         gradients.struct,
         _matrix(out),
         _run(),
     )
+
+
+__all__ = [
+    "CONTINUES_CHAIN",
+    "TAKES_CUT",
+    "backward",
+    "forward",
+    "kept_bytes_per_row",
+    "logits_backward",
+    "logits_forward",
+    "new_kept",
+    "sampling_before",
+    "sampling_best",
+    "sampling_draw",
+    "sampling_equal",
+    "sampling_floor",
+    "sampling_histogram",
+    "sampling_maxima",
+]

@@ -1,0 +1,138 @@
+"""Passes over blocks of logits: the cut of each row, a token drawn of what is left, its log-prob, the best columns.
+
+The same on every rank of the group. A block is as many rows as keep the widest shard's fp32 logits within
+kernels/truncated.py's LOGITS_BYTES.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vocabshard import cuts, kernels
+from vocabshard import sampling as S
+from vocabshard.cuts import Block, Over
+from vocabshard.dist.fold import fold, set_targets
+from vocabshard.dist.gather import gather_rows, gather_tensors
+from vocabshard.kernels import sampling_torch, truncated
+from vocabshard.partials import FoldedRows
+from vocabshard.passes import Call, LinearOperands
+
+
+class Draw(NamedTuple):
+    """What a token is drawn with."""
+
+    seed: int
+    row_keys: Tensor  # int64 [N]
+
+
+class Best(NamedTuple):
+    """The n best columns of each row, and the place of its target among all."""
+
+    ids: Tensor  # int64 [N, n], -1 where there are fewer columns
+    logp: Tensor  # fp32 [N, n]
+    target_rank: Tensor  # int64 [N], from 1; 0 where the target is no column
+
+
+class Sampled(NamedTuple):
+    """Of every row."""
+
+    rows: FoldedRows
+    cut: Tensor | None  # int64 [N]
+    tokens: Tensor  # int64 [N]: drawn, or the targets as they were given
+    best: Best | None
+    logits: Tensor | None  # fp32 [N, V_local]
+
+
+def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sampled:
+    """One product per row: finds the cut where x has none, draws where asked to, scores, and ranks if call.topk.
+
+    Collectives a block: a word a row for the maxima, what cuts.find_cut says, three words a row for a draw, the
+    records, and for the best n words a row, a word and a sum of a word.
+    """
+    if call.sequence_parallel:
+        ((_, hidden),) = gather_rows(x.hidden, call.group, pieces=False)
+        x = x._replace(hidden=hidden)
+    found = [_of_block(call, _rows_of(x, rows), _draw_of(draw, rows)) for rows in _row_blocks(call, x)]
+    if len(found) == 1:
+        return found[0]
+    return _joined(found)
+
+
+def _row_blocks(call: Call, x: LinearOperands) -> list[slice]:
+    return list(truncated.row_blocks(x.target_ids.shape[0], call.widest)) or [slice(0, 0)]
+
+
+def _rows_of(x: LinearOperands, rows: slice) -> LinearOperands:
+    scale = x.inv_temperature[rows] if isinstance(x.inv_temperature, Tensor) else x.inv_temperature
+    cut = None if x.cut is None else x.cut[rows]
+    return LinearOperands(x.hidden[rows], x.weight, x.bias, x.target_ids[rows], scale, cut)
+
+
+def _draw_of(draw: Draw | None, rows: slice) -> Draw | None:
+    return None if draw is None else draw._replace(row_keys=draw.row_keys[rows])
+
+
+def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
+    kernel = sampling_torch.functions(call.kernel)
+    over = Over(call.group)
+    plain = replace(call.problem, entropy=False)
+    _, logits = call.kernel.forward(*x[:5], plain, want_logits=True)
+    blocks = [Block(logits, call.problem)]
+    steps = () if call.sampling is None else call.sampling.steps
+    cut, tokens = x.cut, x.target_ids
+    if draw is not None or (steps and cut is None):
+        maxima = cuts.find_maxima(kernel, blocks, over)
+        usable = cuts.usable_rows(maxima, x.inv_temperature, steps)
+        if cut is None:
+            cut = cuts.find_cut(kernel, blocks, x.inv_temperature, steps, maxima, usable, over)
+        if draw is not None:
+            tokens = cuts.draw(kernel, blocks, x.inv_temperature, cut, usable, *draw, over).ids
+    records = truncated.logits_forward(call.kernel, logits, tokens, x.inv_temperature, call.problem, cut)
+    gathered = gather_tensors(records, call.group)
+    rows = fold(call.backend, gathered, tokens, call.ignore_index, call.real_vocab_size, call.invalid)
+    best = None
+    if call.topk is not None:
+        places = cuts.best_places(kernel, blocks, call.topk, over)
+        rank = cuts.rank_of(kernel, blocks, tokens, over)
+        best = _best(call, gathered, places, rank, x.inv_temperature, cut)
+    return Sampled(rows, cut, tokens, best, logits if call.want_logits else None)
+
+
+def _best(
+    call: Call, gathered: Tensor, places: Tensor, rank: Tensor, scale: float | Tensor | None, cut: Tensor | None
+) -> Best:
+    some = places != S.KEEP_ALL
+    z, ids = S.place_parts(torch.where(some, places, 0))
+    kept = some if cut is None else some & (places >= cut[:, None])
+    y = torch.where(kept, sampling_torch.scaled(z, scale), float("-inf"))
+    many = set_targets(call.backend, gathered, y)
+    ids = torch.where(some, ids, -1)
+    scored = fold(call.backend, many, torch.where(some, ids, 0).reshape(-1), -1, call.real_vocab_size, "nan")
+    logp = torch.where(some, scored.logp.view(ids.shape), float("-inf"))
+    return Best(ids, logp, rank)
+
+
+def _joined(found: list[Sampled]) -> Sampled:
+    def whole(parts: list[Tensor | None]) -> Tensor | None:
+        there = [part for part in parts if part is not None]
+        return torch.cat(there) if there else None
+
+    rows = FoldedRows(*(whole(list(parts)) for parts in zip(*(one.rows for one in found), strict=True)))  # type: ignore[arg-type]
+    bests = [one.best for one in found if one.best is not None]
+    best = Best(*(torch.cat(parts) for parts in zip(*bests, strict=True))) if bests else None
+    return Sampled(
+        rows,
+        whole([one.cut for one in found]),
+        torch.cat([one.tokens for one in found]),
+        best,
+        whole([one.logits for one in found]),
+    )
+
+
+def ran(backend: str) -> str:
+    """Whose kernels do it, for provenance."""
+    return sampling_torch.functions(kernels.module(backend)).ran
