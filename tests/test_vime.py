@@ -11,6 +11,8 @@ from torch import Tensor
 
 import vocabshard as vs
 from vocabshard.integrations import vime
+from vocabshard.integrations.vime_replay import mask_of_ids
+from vocabshard.sampling import left_out
 from vocabshard.testing import vime_engine as engine
 from vocabshard.testing.compare import assert_same_bytes
 
@@ -95,6 +97,71 @@ def test_a_keep_mask_is_honoured_to_the_byte(chunk_size: int, by_row: bool) -> N
     assert_same_bytes(engine.compute(no_entropy, vime.provider, "auto", never)[0], want[:, None])
 
 
+PROGRAM = vs.SamplingProgram.of(temperature=0.7, top_p=0.9)
+
+
+@pytest.mark.parametrize("in_program", [True, False])
+def test_top_p_is_replayed_to_the_byte(in_program: bool) -> None:
+    """By program and cut, by the program alone, and by the ids that were kept."""
+    hidden, weight, bias, _ = tensors()
+    drawn = vs.vocab_parallel_sample(hidden, weight, bias, program=PROGRAM, seed=3, real_vocab_size=REAL)
+    target = drawn.token
+    whole = vs.linear_logp(
+        hidden, weight, target, bias, temperature=0.7, real_vocab_size=REAL, return_entropy=True, return_logits=True
+    )
+    assert not torch.equal(whole.logp, drawn.logp)
+    program = PROGRAM if in_program else [["top_p", 0.9]]
+    changed = {"temperature": 0.7, "with_entropy": True}
+    replay = {"sampling": program, "sampling_cut": drawn.cut}
+    ids = torch.full((T, 40), -1)
+    for n, kept in enumerate(~left_out(whole.logits[:, :REAL], 0, drawn.cut)):
+        where = kept.nonzero()[:, 0]
+        ids[n, : len(where)] = where
+    requests = {
+        "hidden, cut": from_hidden(hidden, weight, bias, target, metadata=replay, **changed),
+        "hidden, cut found": from_hidden(hidden, weight, bias, target, metadata={"sampling": program}, **changed),
+        "logits, cut": engine.Request(whole.logits, target, metadata={**SIZES, **replay}, **changed),
+        "hidden, ids": from_hidden(hidden, weight, bias, target, metadata={"top_p_sparse_token_ids": ids}, **changed),
+        "logits, ids": engine.Request(
+            whole.logits, target, metadata={**SIZES, "top_p_sparse_token_ids": ids}, **changed
+        ),
+    }
+    for name, request in requests.items():
+        logp, entropy, result = engine.compute(request, vime.strict_provider, "strict", never)
+        assert_same_bytes(logp, drawn.logp[:, None], name)
+        assert_same_bytes(entropy, whole.entropy, "the entropy is of the whole distribution")
+        assert (result.provenance["replayed"] is not None) == ("cut" in name)
+    leaf = hidden.clone().requires_grad_()
+    logp, _, _ = engine.compute(
+        from_hidden(leaf, weight, bias, target, metadata=replay, temperature=0.7), vime.provider, "auto", never
+    )
+    logp.sum().backward()
+    assert torch.isfinite(leaf.grad).all() and leaf.grad.any()
+    mask = mask_of_ids(ids, T, REAL, 0)
+    assert torch.equal(mask, ~left_out(whole.logits[:, :REAL], 0, drawn.cut))
+    assert torch.equal(torch.cat([mask_of_ids(ids, T, w, at) for at, w in ((0, 48), (48, 0), (48, 52))], 1), mask)
+    none = from_hidden(hidden, weight, bias, target, metadata={"top_p_sparse_token_ids": ids * 0 - 1}, **changed)
+    assert_same_bytes(engine.compute(none, vime.provider, "auto", never)[0], whole.logp[:, None], "nothing recorded")
+
+
+@pytest.mark.parametrize(
+    "metadata, match",
+    [
+        ({"sampling_cut": torch.zeros(T, dtype=torch.int64)}, "without the program"),
+        ({"sampling": PROGRAM, "sampling_cut": torch.zeros(T)}, "int64"),
+        ({"sampling": [["top_p", 2.0]]}, "top_p must be"),
+        ({"sampling": vs.SamplingProgram.of(temperature=0.8)}, "one of the two"),
+        ({"sampling": PROGRAM, "top_p_sparse_token_ids": torch.zeros(T, 3).long()}, "one of the two"),
+        ({"top_p_sparse_token_ids": torch.zeros(T + 1, 3).long()}, "beyond the ids"),
+        ({"top_p_sparse_token_ids": [[1]]}, "beyond the ids"),
+    ],
+)
+def test_replays_that_cannot_be_honoured(metadata: dict[str, Any], match: str) -> None:
+    hidden, weight, bias, target = tensors()
+    with pytest.raises(vime.ProviderConfigurationError, match=match):
+        vime.strict_provider(from_hidden(hidden, weight, bias, target, temperature=0.7, metadata=metadata))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_gradients_are_the_engines_own(masked: bool, entropy_grad: bool) -> None:
@@ -169,7 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another backend": ({"metadata": {"backend": "sm90"}}, "backend"),
     "the library": ({"metadata": {"backend": "torch"}}, "does not bear it"),
     "another contract": ({"metadata": {"contract_id": "v0"}}, "contract_id"),
-    "sparse top-p": ({"metadata": {"top_p_sparse_token_ids": [1]}}, "top_p_sparse_token_ids is not read"),
+    "sparse top-p": ({"metadata": {"top_p_sparse_token_ids": [1]}}, "top_p_sparse_token_ids must be integers"),
     "metadata that are none": ({"metadata": 7}, "must be a mapping"),
     "a mask of another shape": ({"log_prob_keep_mask": torch.ones(T, 7, dtype=torch.bool)}, "must be bool"),
     "a mask of numbers": ({"log_prob_keep_mask": torch.ones(T, PADDED)}, "must be bool"),

@@ -3,11 +3,11 @@
     python examples/rl_loop/loop.py [--steps 60] [--trainer-tp 4] [--rollout-tp 2] [--out run.json]
 
 Ranks 0 ... trainer_tp - 1 train, the others roll out; each side shards the head in its own way. In every step the
-rollout samples responses by Gumbel noise from the logits that the head serves and records each token's log-prob. The
-trainer recomputes it from hidden states, at its own degree and in another batch; before the update K3 = rho - 1 - log
-rho of every token has to be exactly 0. A GRPO update follows, and weights go to the rollout. Beside it runs an ordinary
-scorer (F.linear and log_softmax) of the same hidden states, whose K3 is not 0. The reward of a response is the share of
-its tokens with the letter e.
+rollout draws responses from its sharded head with temperature and top-p, and records each token, its log-prob under
+what was kept, and the cut. The trainer recomputes the log-prob from hidden states, tokens and cuts, at its own degree
+and in another batch; before the update K3 = rho - 1 - log rho of every token has to be exactly 0. A GRPO update
+follows, and weights go to the rollout. Beside it runs an ordinary scorer (F.linear and log_softmax, no top-p) of the
+same hidden states, whose K3 is not 0. The reward of a response is the share of its tokens with the letter e.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from model import Body
 from torch import Tensor
 from torch.nn import functional as F
 
-from vocabshard import LogprobContract, VocabShard, launching, linear_logp, vocab_parallel_logp, weight_fingerprint
+from vocabshard import (
+    LogprobContract,
+    SamplingProgram,
+    VocabShard,
+    launching,
+    linear_logp,
+    vocab_parallel_sample,
+    weight_fingerprint,
+)
 
 HERE = Path(__file__).parent
 PROMPT = 4
@@ -45,6 +53,7 @@ class Options:
     samples: int  # responses to a prompt
     response: int  # tokens
     temperature: float
+    top_p: float
     learning_rate: float
     seed: int
 
@@ -52,6 +61,11 @@ class Options:
     def rows(self) -> int:
         """Responses of a step."""
         return self.groups * self.samples
+
+    @property
+    def program(self) -> SamplingProgram:
+        """What tokens are drawn, and scored, under."""
+        return SamplingProgram.of(temperature=self.temperature, top_p=self.top_p)
 
 
 @dataclass
@@ -72,8 +86,7 @@ class Side:
             role="trainer" if self.trains else "rollout",
             weight_dtype="bf16",
             real_vocab_size=self.shard.real_vocab_size,
-            temperature=self.options.temperature,
-            outputs=("logp", "logits"),
+            sampling=self.options.program.transforms,
         )
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -87,29 +100,9 @@ def token_texts(checkpoint: Path) -> list[str]:
     return sorted(vocabulary, key=vocabulary.__getitem__)
 
 
-def gumbel(side: Side, step: int, position: int) -> Tensor:
-    """fp32 [B, V_local]: the columns of this rank, of noise that does not depend on the sharding."""
-    options, shard = side.options, side.shard
-    g = torch.Generator().manual_seed((options.seed << 40) + (step << 16) + position)
-    uniform = torch.rand(options.rows, shard.padded_vocab_size, generator=g, dtype=torch.float64)
-    noise = -(-(uniform.clamp(min=1e-300).log())).log()
-    return noise[:, shard.start : shard.stop].float().to(side.head.device)
-
-
-def sample(side: Side, logits: Tensor, noise: Tensor) -> Tensor:
-    """int64 [B]: the largest of logits / T + noise over the group, the lowest id of equals."""
-    value, index = (logits / side.options.temperature + noise).max(1)
-    mine = torch.stack([value.double(), (index + side.shard.start).double()]).contiguous()
-    everyone = [torch.empty_like(mine) for _ in range(side.shard.world_size)]
-    dist.all_gather(everyone, mine, group=side.shard.group)
-    both = torch.stack(everyone)  # [W, 2, B]; max takes the first of equals, and ranks stand in order of their ids
-    winner = both[:, 0].max(0).indices
-    return both[:, 1].gather(0, winner[None])[0].long()
-
-
 @torch.no_grad()
 def rollout(side: Side, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens [B, PROMPT + R], and the log-probs of the responses [B, R]: ours and the ordinary scorer's."""
+    """tokens [B, PROMPT + R], cuts [B, R], and log-probs of the responses [2, B, R]: ours and the ordinary scorer's."""
     options, device = side.options, side.head.device
     g = torch.Generator().manual_seed((options.seed << 32) + step)
     prompts = torch.randint(1, side.shard.real_vocab_size, (options.groups, PROMPT), generator=g)
@@ -118,20 +111,19 @@ def rollout(side: Side, step: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens[:, :PROMPT] = prompts.repeat_interleave(options.samples, 0)
     tokens = tokens.to(device)
     weight = side.head.bfloat16()
-    ours, ordinary = [], []
+    rows = torch.arange(options.rows, device=device) + step * options.rows
+    cuts, ours, ordinary = [], [], []
     for position in range(PROMPT, tokens.shape[1]):
         last = side.hidden(tokens)[:, position - 1]
-        served = linear_logp(
-            last, weight, tokens[:, 0], shard=side.shard, temperature=options.temperature, return_logits=True,
-            contract=side.contract,
+        drawn = vocab_parallel_sample(
+            last, weight, program=options.program, seed=options.seed, row_keys=(rows << 16) + position,
+            shard=side.shard, contract=side.contract,
         )  # fmt: skip
-        tokens[:, position] = sample(side, served.logits, gumbel(side, step, position))
-        scored = vocab_parallel_logp(
-            served.logits, tokens[:, position], shard=side.shard, temperature=options.temperature, strict=True
-        )
-        ours.append(scored.logp)
+        tokens[:, position] = drawn.token
+        cuts.append(drawn.cut)
+        ours.append(drawn.logp)
         ordinary.append(ordinary_logp(side, last, weight, tokens[:, position]))
-    return tokens, torch.stack(ours, 1), torch.stack(ordinary, 1)
+    return tokens, torch.stack(cuts, 1), torch.stack([torch.stack(ours, 1), torch.stack(ordinary, 1)])
 
 
 def ordinary_logp(side: Side, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -156,12 +148,12 @@ def k3(new: Tensor, old: Tensor) -> Tensor:
     return difference.exp() - 1 - difference
 
 
-def score(side: Side, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def score(side: Side, tokens: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs [B, R] of the responses, differentiable; their hidden states and targets."""
     hidden = side.hidden(tokens)[:, PROMPT - 1 : -1]
     targets = tokens[:, PROMPT:]
     logp = linear_logp(
-        hidden, side.head.bfloat16(), targets, shard=side.shard, temperature=side.options.temperature,
+        hidden, side.head.bfloat16(), targets, shard=side.shard, sampling=side.options.program, cut=cuts,
         contract=side.contract,
     )  # fmt: skip
     assert isinstance(logp, Tensor)
@@ -230,17 +222,18 @@ def train_step(side: Side, step: int, bounds: list[tuple[int, int]], optimizer: 
     started = time.perf_counter()
     shape = (options.rows, options.response)
     tokens = torch.zeros(options.rows, PROMPT + options.response, dtype=torch.int64, device=device)
+    cuts = torch.zeros(shape, dtype=torch.int64, device=device)
     scores = torch.zeros(2, *shape, device=device)
     if not side.trains:
-        tokens, ours, ordinary = rollout(side, step)
-        scores = torch.stack([ours, ordinary])
+        tokens, cuts, scores = rollout(side, step)
     dist.broadcast(tokens, first_rollout)
+    dist.broadcast(cuts, first_rollout)
     dist.broadcast(scores, first_rollout)
     rollout_seconds = time.perf_counter() - started
     if optimizer is None:
         return None
     started = time.perf_counter()
-    logp, hidden, targets = score(side, tokens)
+    logp, hidden, targets = score(side, tokens, cuts)
     ours, ordinary = scores
     with torch.no_grad():
         wrong = int((logp.view(torch.int32) != ours.view(torch.int32)).sum())
@@ -346,6 +339,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="responses to a prompt")
     parser.add_argument("--response", type=int, default=12, help="tokens of a response")
     parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=HERE.parent / "tiny_lm")

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from vocabshard.contract import CONTRACT_ID, ContractError
+from vocabshard.contract import CONTRACT_ID, ContractError, Provenance
 from vocabshard.dist import agree
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.functional import linear_logp, provenance, vocab_parallel_logp
+from vocabshard.integrations.vime_replay import INTEGERS, mask_of_ids, number_of, one_temperature, read_replay
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.masked import masked_linear_logp
 from vocabshard.options import LogpOutput
 from vocabshard.registry import get_logprob_op
+from vocabshard.sampling import SamplingProgram, left_out
 from vocabshard.strict import dtype_name
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 LAYOUTS = ("single", "zigzag", "allgather")
 _REFUSALS = (ContractError, TypeError, ValueError, NotImplementedError)
 
@@ -66,6 +67,8 @@ class _Job(NamedTuple):
     target_ids: Tensor
     keep: Tensor | None
     temperature: float | Tensor | None
+    program: SamplingProgram | None  # of a replay, with the cut or None
+    cut: Tensor | None
     options: dict[str, Any]
     stated: dict[str, Any]  # for the provenance
 
@@ -129,8 +132,6 @@ def _read(request: Any, mode: str, group: Any) -> _Job:
         raise TypeError(f"request.metadata must be a mapping, got {type(metadata).__name__}")
     if metadata.get("contract_id", CONTRACT_ID) != CONTRACT_ID:
         raise ContractError(f"contract_id: asked for {metadata['contract_id']!r}, found {CONTRACT_ID!r}", "contract_id")
-    if metadata.get("top_p_sparse_token_ids") is not None:
-        raise ValueError("metadata top_p_sparse_token_ids is not read; give log_prob_keep_mask [T, V_local]")
     target_ids = _tensor("target_ids", request.target_ids)
     if target_ids.dim() != 1 or target_ids.dtype not in INTEGERS:
         raise ValueError(f"target_ids must be integers [T], got {target_ids.dtype} {list(target_ids.shape)}")
@@ -142,11 +143,20 @@ def _read(request: Any, mode: str, group: Any) -> _Job:
     if request.chunk_size is not None and not _is_int(request.chunk_size):
         raise TypeError(f"chunk_size must be an int, not positive for the default, got {request.chunk_size!r}")
     layout = _token_layout(request.token_layout, metadata)
+    kept_ids = metadata.get("top_p_sparse_token_ids")
+    if kept_ids is not None and request.log_prob_keep_mask is not None:
+        raise ValueError("log_prob_keep_mask and metadata top_p_sparse_token_ids were given; give one of the two")
+    masks = request.log_prob_keep_mask is not None or kept_ids is not None
     vocabulary = _vocabulary(request, metadata, width, rank_and_size(group))
     backend = metadata.get("backend", "auto")
     temperature = request.temperature
     if hidden is None and metadata.get("logits_are_temperature_scaled", False):
         temperature = None
+    program, cut = read_replay(request, metadata, rows, hidden is None)
+    own_temperature = program is not None and program.temperature is not None
+    if program is not None and own_temperature:
+        temperature = one_temperature(program, temperature)
+    per_row = isinstance(temperature, Tensor) and temperature.numel() > 1
     outputs = ("logp", "entropy") if request.with_entropy else ("logp",)
     contract = LogprobContract(
         role="trainer",
@@ -155,8 +165,9 @@ def _read(request: Any, mode: str, group: Any) -> _Job:
         bias_dtype=dtype_name(bias),
         real_vocab_size=vocabulary.real,
         padded_vocab_size=vocabulary.padded,
-        temperature="per-row" if isinstance(temperature, Tensor) and temperature.numel() > 1 else _number(temperature),
-        mask="keep_mask" if request.log_prob_keep_mask is not None else "ignore_index",
+        temperature=None if own_temperature else "per-row" if per_row else number_of(temperature),
+        sampling=None if program is None or hidden is None else program.transforms,
+        mask="keep_mask" if masks else "ignore_index",
         outputs=outputs,
     )
     found = get_logprob_op(contract, backend, device=matrix.device)
@@ -173,16 +184,19 @@ def _read(request: Any, mode: str, group: Any) -> _Job:
         "requested_backend": backend,
         "token_layout": layout,
         "contract_fingerprint": contract.fingerprint,
-        "keep_mask": request.log_prob_keep_mask is not None,
+        "keep_mask": masks,
+        "replayed": None if program is None else program.as_list(),
         "reads_logits": hidden is None,
         "chunk_size": request.chunk_size,
     }
     keep = _keep_mask(request.log_prob_keep_mask, rows, width)
+    if kept_ids is not None:
+        keep = mask_of_ids(kept_ids, rows, width, vocabulary.start)
     if request.with_entropy_grad not in (True, False):
         raise TypeError(f"with_entropy_grad must be True or False, got {request.with_entropy_grad!r}")
     if target_ids.dtype not in (torch.int32, torch.int64):
         target_ids = target_ids.long()
-    return _Job(hidden, matrix, bias, target_ids, keep, temperature, options, stated)
+    return _Job(hidden, matrix, bias, target_ids, keep, temperature, program, cut, options, stated)
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -253,17 +267,10 @@ def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(temperature: float | Tensor | None) -> float | None:
-    """Of one element on a GPU nothing is read back: 1 stands for it in the stated contract."""
-    if isinstance(temperature, Tensor):
-        return float(temperature) if temperature.device.type == "cpu" else None
-    return temperature
-
-
 def _score(job: _Job, with_entropy: bool, with_entropy_grad: bool) -> ProviderResult:
     """A keep mask is for the log-prob; the entropy is that of the whole distribution, as Vime's own is."""
     temperature = job.temperature
-    scores_all = job.keep is None
+    scores_all = job.keep is None and job.program is None
     entropy, ran = None, None
     if scores_all or with_entropy:
         with torch.set_grad_enabled(torch.is_grad_enabled() and (scores_all or with_entropy_grad)):
@@ -279,7 +286,9 @@ def _score(job: _Job, with_entropy: bool, with_entropy_grad: bool) -> ProviderRe
                 assert isinstance(found, LogpOutput)
                 out = found
         logp, entropy, ran = out.logp, out.entropy, out.provenance
-    if job.keep is not None and job.hidden is None:
+    if job.program is not None:
+        logp, ran = _replayed(job)
+    elif job.keep is not None and job.hidden is None:
         masked = job.matrix.masked_fill(~job.keep, float("-inf"))
         out = vocab_parallel_logp(masked, job.target_ids, temperature=temperature, **job.options)
         logp, ran = out.logp, out.provenance
@@ -298,3 +307,22 @@ def _score(job: _Job, with_entropy: bool, with_entropy_grad: bool) -> ProviderRe
     return ProviderResult(
         logp[:, None], entropy, f"vocabshard-{ran.backend}", ran.contract_id, {**ran.as_dict(), **job.stated}
     )
+
+
+def _replayed(job: _Job) -> tuple[Tensor, Provenance | None]:
+    """Log-probs under what the program kept."""
+    assert job.program is not None
+    if job.hidden is not None:
+        beside = job.temperature if job.program.temperature is None else None
+        found = linear_logp(
+            job.hidden, job.matrix, job.target_ids, job.bias, temperature=beside,
+            return_lse=True, sampling=job.program, cut=job.cut, **job.options,
+        )  # fmt: skip
+        assert isinstance(found, LogpOutput)
+        return found.logp, found.provenance
+    logits = job.matrix
+    if job.cut is not None:
+        start = job.options["vocab_start_index"]
+        logits = logits.masked_fill(left_out(logits.detach().float(), start, job.cut), float("-inf"))
+    out = vocab_parallel_logp(logits, job.target_ids, temperature=job.temperature, **job.options)
+    return out.logp, out.provenance

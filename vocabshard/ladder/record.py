@@ -4,7 +4,8 @@
     record.py recompute FILE --out COUNTS
 
 A record holds tokens, the bits of their log-probs and entropies, what they were scored with, and fingerprints of the
-hidden states and of the weight; hidden states and weights themselves come from the seed on both sides.
+hidden states and of the weight; hidden states and weights themselves come from the seed on both sides. And it holds
+tokens that the first side drew with temperature and top-p, their log-probs and cuts: the others replay them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from vocabshard.functional import linear_logp
 from vocabshard.ladder.inputs import Inputs, make_inputs, shardings
 from vocabshard.ladder.rungs import Rung
 from vocabshard.logprob_contract import LogprobContract
-from vocabshard.options import LogpOutput
+from vocabshard.options import LogpOutput, SampleOutput
+from vocabshard.sample import vocab_parallel_sample
+from vocabshard.sampling import SamplingProgram
 from vocabshard.shard import VocabShard
 
 TEMPERATURE = 0.7
+PROGRAM = SamplingProgram.of(temperature=TEMPERATURE, top_p=0.9)
 
 
 def k3(new: Tensor, old: Tensor) -> Tensor:
@@ -98,9 +102,29 @@ def _words(out: LogpOutput) -> list[list[int]]:
     return [x.view(torch.int32).tolist() for x in out[:3] if x is not None]
 
 
-def _contract(role: str, dtype: str, columns: int) -> LogprobContract:
+def _draw(inputs: Inputs, shard: VocabShard, contract: LogprobContract) -> SampleOutput:
+    mine = slice(shard.start, shard.stop)
+    return vocab_parallel_sample(
+        inputs.hidden, inputs.weight[mine], inputs.bias[mine], shard=shard, program=PROGRAM, seed=0, contract=contract
+    )
+
+
+def _replay(
+    inputs: Inputs, shard: VocabShard, contract: LogprobContract, tokens: Tensor, cut: Tensor | None
+) -> LogpOutput:
+    mine = slice(shard.start, shard.stop)
+    out = linear_logp(
+        inputs.hidden, inputs.weight[mine], tokens, inputs.bias[mine], shard=shard, sampling=PROGRAM, cut=cut,
+        contract=contract, return_lse=True,
+    )  # fmt: skip
+    assert isinstance(out, LogpOutput)
+    return out
+
+
+def _contract(role: str, dtype: str, columns: int, drawn: bool = False) -> LogprobContract:
     return LogprobContract(
-        role=role, weight_dtype=dtype, bias_dtype="fp32", real_vocab_size=columns, temperature=TEMPERATURE,
+        role=role, weight_dtype=dtype, bias_dtype="fp32", real_vocab_size=columns,
+        temperature=None if drawn else TEMPERATURE, sampling=PROGRAM.transforms if drawn else None,
         outputs=("logp", "lse", "entropy"),
     )  # fmt: skip
 
@@ -117,13 +141,27 @@ def _recompute(record: dict[str, Any], inputs: Inputs, shard: VocabShard) -> dic
         raise ValueError(f"provenance: recorded is {record['provenance']}, this is {out.provenance.as_dict()}")
     before, after = (torch.tensor(words, dtype=torch.int32) for words in (record["bits"], _words(out)))
     wrong = (before != after).any(0)
-    divergence = k3(after[0].view(torch.float32), before[0].view(torch.float32))
+    drawn_before, *drawn_after, cuts_differ = _recompute_drawn(record, inputs, shard)
+    wrong = torch.cat([wrong, *[drawn_before != again for again in drawn_after], cuts_differ])
+    scores = [(before[0], after[0]), *[(drawn_before, again) for again in drawn_after]]
+    divergence = torch.cat([k3(new.view(torch.float32), old.view(torch.float32)) for old, new in scores])
     return {
         "rows": wrong.numel(),
         "differing": int(wrong.sum()),
         "first": int(wrong.nonzero()[0]) if bool(wrong.any()) else None,
         "largest_k3": float(divergence.nan_to_num(math.inf).abs().max()),
     }
+
+
+def _recompute_drawn(record: dict[str, Any], inputs: Inputs, shard: VocabShard) -> tuple[Tensor, ...]:
+    """Bits of the drawn tokens' log-probs: recorded, replayed by the cut, replayed without; rows whose cut differs."""
+    contract = _contract("trainer", record["shape"]["dtype"], record["shape"]["columns"], drawn=True)
+    device = inputs.hidden.device
+    tokens, cut = (torch.tensor(record["drawn"][name], device=device) for name in ("tokens", "cut"))
+    given, found = (_replay(inputs, shard, contract, tokens, part) for part in (cut, None))
+    assert found.cut is not None
+    bits = (out.logp.view(torch.int32).cpu() for out in (given, found))
+    return torch.tensor(record["drawn"]["bits"], dtype=torch.int32), *bits, (found.cut != cut).cpu()
 
 
 def main() -> None:
@@ -154,10 +192,13 @@ def main() -> None:
     else:
         contract = _contract("rollout", args.dtype, args.columns)
         out, version = _score(inputs, shard, contract)
+        drawn = _draw(inputs, shard, _contract("rollout", args.dtype, args.columns, drawn=True))
         assert out.provenance is not None
         if ranks.rank == 0:
             record = {"shape": shape, "device": args.device, "contract": contract.as_dict(), "bits": _words(out)}
             record |= {"tokens": inputs.target_ids.tolist(), "weight": version}
+            record["drawn"] = {"tokens": drawn.token.tolist(), "cut": drawn.cut.tolist()}
+            record["drawn"]["bits"] = drawn.logp.view(torch.int32).tolist()
             record |= {"provenance": out.provenance.as_dict(), "fingerprint": out.provenance.fingerprint}
             args.record.write_text(json.dumps(record))
     del shard
