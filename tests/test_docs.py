@@ -85,7 +85,15 @@ def given(page: str) -> dict[str, object]:
         hidden, target_ids = torch.randn(3, 8), torch.arange(3)
         names = {"linear_logp": linear_logp, "GradOptions": GradOptions, "group": None}
         return {"weight": weight, "hidden": hidden, "target_ids": target_ids, **names}
+    if page.startswith("docs/integrations/"):
+        return given_to_adapters(page)
     return {}
+
+
+def given_to_adapters(page: str) -> dict[str, object]:
+    """Tensors of a head, and what the project has of its own around it."""
+    names: dict[str, object] = {"hidden": torch.randn(2, 3, 8), "weight": torch.randn(48, 8), "bias": torch.randn(48)}
+    return {**names, "labels": torch.arange(6).view(2, 3)}
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
