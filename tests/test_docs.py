@@ -7,16 +7,21 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import re
 import shlex
 import shutil
+import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("safetensors")
 pytest.importorskip("transformers")
@@ -91,13 +96,31 @@ def given(page: str) -> dict[str, object]:
 
 
 def given_to_adapters(page: str) -> dict[str, object]:
-    """Tensors of a head, and what the project has of its own around it."""
-    names: dict[str, object] = {"hidden": torch.randn(2, 3, 8), "weight": torch.randn(48, 8), "bias": torch.randn(48)}
-    return {**names, "labels": torch.arange(6).view(2, 3)}
+    """Tensors of a head [V, D] = [48, 8] for six rows, and what the project has of its own around it."""
+    names: dict[str, object] = {"hidden": torch.randn(6, 8), "weight": torch.randn(48, 8), "bias": torch.randn(48)}
+    names["labels"] = torch.arange(6)
+    if page.endswith("torch_native.md"):
+        names["mesh"] = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        names |= {key: torch.nn.ModuleDict({"lm_head": torch.nn.Linear(8, 48)}) for key in ("model", "other_model")}
+    return names
+
+
+@pytest.fixture
+def other_projects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A default process group of this process, as the adapters' projects have one; names of those that are heavy."""
+    fake = ["verl", "verl.utils", "verl.utils.kernel", "verl.utils.kernel.linear_cross_entropy"]
+    for name in fake if importlib.util.find_spec("verl") is None else []:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name])["linear_cross_entropy"] = print
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
-def test_python(page: str) -> None:
+def test_python(page: str, request: pytest.FixtureRequest) -> None:
+    if page.startswith("docs/integrations/"):
+        request.getfixturevalue("other_projects")
     names = given(page)
     for block in BLOCKS:
         if block.page == page and block.language == "python":

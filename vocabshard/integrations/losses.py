@@ -59,21 +59,25 @@ def column_sums_of_linear(
     Collective: one all-reduce of [D + 2]. Differentiable in hidden, weight and bias; upstream gradients must be the
     same on every rank.
     """
-    weight, bias = (t.to_local() if t is not None and hasattr(t, "to_local") else t for t in (weight, bias))
-    assert weight is not None
-    weight, bias = (t if t is None or shard.valid == shard.size else t[: shard.valid] for t in (weight, bias))
+    weight = _real(weight, shard)
     own = None
     if class_weight is not None:
         own = class_weight.detach()[shard.start : shard.start + shard.valid].to(weight.device, torch.float32)
     with torch.autocast(weight.device.type, enabled=False):
         parts = [_SumOfRows.apply(weight, own)]
-        parts.append(parts[0].new_zeros(1) if bias is None else _SumOfRows.apply(bias[:, None], own))
+        parts.append(parts[0].new_zeros(1) if bias is None else _SumOfRows.apply(_real(bias, shard)[:, None], own))
         parts.append(torch.full_like(parts[1], shard.valid) if own is None else own.sum()[None])
         total = torch.cat(parts)
         if shard.group is not None:
             total = SumOverGroup.apply(total, shard.group)
         of_logits = hidden.float() @ total[:-2] + total[-2]
     return ColumnSums(of_logits, total[-1].detach(), shard.real_vocab_size)
+
+
+def _real(rows: Tensor, shard: VocabShard) -> Tensor:
+    """This rank's, without padding."""
+    local: Tensor = rows.to_local() if hasattr(rows, "to_local") else rows
+    return local if shard.valid == shard.size else local[: shard.valid]
 
 
 def column_sums_of_logits(logits: Tensor, shard: VocabShard) -> ColumnSums:
