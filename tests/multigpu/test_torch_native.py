@@ -112,7 +112,7 @@ class Model(nn.Module):
 
 
 def test_twenty_steps_under_fsdp2_and_tp(ranks: Ranks) -> None:
-    """Two replicas sharded by FSDP2, of two tensor-parallel ranks each: the losses of one process and F.cross_entropy."""
+    """FSDP2 over two replicas of two tensor-parallel ranks each: the losses of one process and F.cross_entropy."""
     if ranks.world_size != 4:
         pytest.skip("needs 4 ranks")
     if ranks.device.type == "cuda" and ranks.backend != "nccl":
