@@ -102,6 +102,15 @@ def given_to_adapters(page: str) -> dict[str, object]:
     if page.endswith("torch_native.md"):
         names["mesh"] = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         names |= {key: torch.nn.ModuleDict({"lm_head": torch.nn.Linear(8, 48)}) for key in ("model", "other_model")}
+    if page.endswith("huggingface.md"):
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+        names["model"] = transformers.AutoModelForCausalLM.from_config(config)
+        names["input_ids"] = torch.randint(0, 64, (2, 5))
+        names["trainer"] = types.SimpleNamespace(model=names["model"], temperature=0.7)
     return names
 
 
