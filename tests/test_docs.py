@@ -83,22 +83,19 @@ def given(page: str) -> dict[str, object]:
         hidden, weight = (torch.randn(rows, 8).requires_grad_() for rows in (6, 50))
         target = torch.randint(50, (6,))
         names = dict.fromkeys(("weight", "lm_head_weight"), weight) | dict.fromkeys(("target", "target_ids"), target)
-        return {**names, "hidden": hidden, "tp_group": None}
+        return {**names, "hidden": hidden, "tp_group": None, **around(page)}
     if page == "docs/gradients.md":
         weight = torch.randn(50, 8).requires_grad_()
         weight.main_grad = torch.zeros(50, 8)
         hidden, target_ids = torch.randn(3, 8), torch.arange(3)
         names = {"linear_logp": linear_logp, "GradOptions": GradOptions, "group": None}
         return {"weight": weight, "hidden": hidden, "target_ids": target_ids, **names}
-    if page.startswith("docs/integrations/"):
-        return given_to_adapters(page)
     return {}
 
 
-def given_to_adapters(page: str) -> dict[str, object]:
-    """Tensors of a head [V, D] = [48, 8] for six rows, and what the project has of its own around it."""
-    names: dict[str, object] = {"hidden": torch.randn(6, 8), "weight": torch.randn(48, 8), "bias": torch.randn(48)}
-    names["labels"] = torch.arange(6)
+def around(page: str) -> dict[str, object]:
+    """What the page's project has of its own around hidden [6, 8] and weight [50, 8]."""
+    names: dict[str, object] = {"labels": torch.arange(6), "bias": torch.randn(50)}
     if page.endswith("torch_native.md"):
         names["mesh"] = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         names |= {key: torch.nn.ModuleDict({"lm_head": torch.nn.Linear(8, 48)}) for key in ("model", "other_model")}

@@ -25,10 +25,7 @@ from vocabshard.options import LogpOutput
 from vocabshard.shard import VocabShard
 
 _PATCH = "_vocabshard_head"
-_OPTIONS = set(linear_logp.__kwdefaults__ or ()) - {
-    "tp_group", "shard", "vocab_start_index", "global_vocab_size", "temperature", "softcap", "ignore_index",
-    "return_lse", "return_entropy", "return_logits", "sequence_parallel",
-}  # fmt: skip
+_OPTIONS = {"real_vocab_size", "grad_options", "backend", "strict", "contract", "validate", "invalid"}
 
 
 class CausalLMLogp(NamedTuple):
