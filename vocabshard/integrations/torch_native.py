@@ -89,7 +89,7 @@ def _refuse(input: Tensor, target: Tensor, label_smoothing: float, options: Any,
         raise NotImplementedError("options (torch's chunking) is not supported: nothing here is chunked; pass None")
     if isinstance(target, Tensor) and target.is_floating_point():
         raise NotImplementedError("target as class probabilities is not supported; pass class ids (int32 or int64)")
-    for name in ("return_lse", "return_entropy", "return_logits"):
+    for name in ("return_lse", "return_entropy", "return_logits", "topk"):
         if more.get(name):
             raise NotImplementedError(f"{name} is not part of a loss; call linear_logp for it")
     if not label_smoothing:
@@ -98,6 +98,7 @@ def _refuse(input: Tensor, target: Tensor, label_smoothing: float, options: Any,
     for name, asked in (
         ("softcap", more.get("softcap")),
         ("sequence_parallel", more.get("sequence_parallel")),
+        ("sampling", more.get("sampling")),
         ("grad_options.main_grad", main_grad is not None),
     ):
         if asked:

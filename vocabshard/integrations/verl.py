@@ -56,7 +56,7 @@ def linear_cross_entropy(
     losses.check(reduction, 0.0)
     if grad_hidden not in ("parts", "whole"):
         raise ValueError(f'grad_hidden must be "parts" or "whole", got {grad_hidden!r}')
-    for name in ("return_lse", "return_entropy", "return_logits", "tp_group"):
+    for name in ("return_lse", "return_entropy", "return_logits", "topk", "tp_group"):
         if name in options:
             raise NotImplementedError(f"{name} is not an option of verl's linear_cross_entropy; call linear_logp")
     size = rank_and_size(dist_process_group)[1]
