@@ -12,10 +12,16 @@ from vocabshard import checks
 from vocabshard.dist import agree
 from vocabshard.dist.gather import sum_over_group
 from vocabshard.functional import linear_logp
-from vocabshard.options import LogpOutput
+from vocabshard.options import LogpOutput, SampleOutput
+from vocabshard.sample import vocab_parallel_sample
+from vocabshard.sampling import SamplingProgram
 from vocabshard.vocab_rows import VocabRows
 
 _OPTIONS = set(linear_logp.__kwdefaults__ or ()) - {"tp_group"}
+_OF_SAMPLING = {
+    *("row_keys", "temperature", "softcap", "validate", "return_lse", "return_entropy", "topk"),
+    *("backend", "strict", "contract"),
+}
 _OF_THE_SHARD = {"shard", "vocab_start_index", "global_vocab_size", "real_vocab_size"}
 
 
@@ -116,6 +122,19 @@ class VocabParallelLMHead(VocabRows):
         return linear_logp(
             hidden, self.weight, target_ids, self.bias, **{**self.options, **options, "shard": self.shard}
         )
+
+    def sample(self, hidden: Tensor, program: SamplingProgram, seed: int, **options: Any) -> SampleOutput:
+        """hidden [..., D] -> tokens, their cuts and log-probs, as `vocab_parallel_sample`, whose options these are.
+
+        Of the options that the head was made with those count that both have (temperature, softcap, backend, ...).
+        """
+        self._check_tie()
+        _check_options("VocabParallelLMHead.sample", options, _OF_SAMPLING - _OF_THE_SHARD)
+        kept = {name: value for name, value in self.options.items() if name in _OF_SAMPLING}
+        return vocab_parallel_sample(
+            hidden, self.weight, self.bias, program=program, seed=seed,
+            **{**kept, **options, "shard": self.shard},
+        )  # fmt: skip
 
 
 class VocabParallelEmbedding(VocabRows):

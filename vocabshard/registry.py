@@ -14,12 +14,14 @@ from vocabshard.functional import batch_invariant_logp, linear_logp, vocab_paral
 from vocabshard.kernels import Rejection
 from vocabshard.kernels.backends import Capability
 from vocabshard.logprob_contract import LogprobContract
+from vocabshard.sample import vocab_parallel_sample
 from vocabshard.plan import architecture
 
 _OPS: dict[str, Callable[..., Any]] = {
     "linear_logp": linear_logp,
     "vocab_parallel_logp": vocab_parallel_logp,
     "batch_invariant_logp": batch_invariant_logp,
+    "vocab_parallel_sample": vocab_parallel_sample,
 }
 _DTYPES = {name: dtype for dtype, name in strict.DTYPE_NAMES.items()}
 

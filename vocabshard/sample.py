@@ -20,6 +20,7 @@ from vocabshard.sampling import KEEP_ALL, SamplingProgram
 from vocabshard.shard import VocabShard
 
 
+@torch._disable_dynamo  # torch.compiler.disable would import all of Dynamo here: seconds for every process
 @torch.no_grad()
 def vocab_parallel_sample(
     hidden: Tensor,
@@ -62,6 +63,11 @@ def vocab_parallel_sample(
     the same seed and row key. Nothing is differentiable.
 
     Collectives: those of vocabshard/sampled.py, for each block of rows whose fp32 logits take 256 MiB.
+
+    Under torch.compile the call runs outside of the graph.
+
+    Raises:
+        ValueError, TypeError: bad shapes, dtypes, devices, values. ContractError: strict or contract not honoured.
     """
     given_rows = isinstance(hidden, Tensor) and hidden.dim() > 0
     target_ids = torch.zeros(

@@ -22,6 +22,9 @@ from vocabshard.partials import FoldedRows
 from vocabshard.passes import Call, LinearOperands
 
 
+_LEAST_COLUMNS = 16384  # a row's histograms take 32 KiB, and as much again as they are added up, however narrow it is
+
+
 class Draw(NamedTuple):
     """What a token is drawn with."""
 
@@ -63,7 +66,8 @@ def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sample
 
 
 def _row_blocks(call: Call, x: LinearOperands) -> list[slice]:
-    return list(truncated.row_blocks(x.target_ids.shape[0], call.widest)) or [slice(0, 0)]
+    width = max(call.widest, _LEAST_COLUMNS)
+    return list(truncated.row_blocks(x.target_ids.shape[0], width)) or [slice(0, 0)]
 
 
 def _rows_of(x: LinearOperands, rows: slice) -> LinearOperands:
