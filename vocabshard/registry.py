@@ -14,8 +14,8 @@ from vocabshard.functional import batch_invariant_logp, linear_logp, vocab_paral
 from vocabshard.kernels import Rejection
 from vocabshard.kernels.backends import Capability
 from vocabshard.logprob_contract import LogprobContract
-from vocabshard.sample import vocab_parallel_sample
 from vocabshard.plan import architecture
+from vocabshard.sample import vocab_parallel_sample
 
 _OPS: dict[str, Callable[..., Any]] = {
     "linear_logp": linear_logp,

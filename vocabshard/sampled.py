@@ -21,7 +21,6 @@ from vocabshard.kernels import sampling_torch, truncated
 from vocabshard.partials import FoldedRows
 from vocabshard.passes import Call, LinearOperands
 
-
 _LEAST_COLUMNS = 16384  # a row's histograms take 32 KiB, and as much again as they are added up, however narrow it is
 
 
