@@ -247,6 +247,26 @@ def sm90_grad_weight(
 
 SM90_DLOGITS_ROW_BYTES: int
 
+def sm90_row_grads(
+    *,
+    device: int,
+    rows: int,
+    logp: int = 0,
+    logp_stride: int = 0,
+    lse: int = 0,
+    lse_stride: int = 0,
+    entropy: int = 0,
+    entropy_stride: int = 0,
+    target_ids: int,
+    ignore_index: int,
+    real_vocab_size: int,
+    grad_target: int,
+    grad_softmax: int,
+    grad_entropy: int = 0,
+    stream: int,
+) -> None:
+    """Upstream gradients, fp32 [rows] of these strides or none, as coefficients of the target and the softmax."""
+
 def sm90_dlogits_rows(
     *,
     device: int,

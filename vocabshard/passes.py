@@ -16,7 +16,7 @@ from vocabshard.dist.fold import fold
 from vocabshard.dist.gather import gather_rows, gather_tensors, rank_and_size
 from vocabshard.dist.grad import HiddenSum, continue_over_group
 from vocabshard.kernels import truncated
-from vocabshard.kernels.problem import GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.problem import GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows, Upstream
 from vocabshard.memory import free_bytes
 from vocabshard.options import GradOptions
 from vocabshard.partials import FoldedRows, new_records
@@ -125,6 +125,9 @@ class Call:
         self, target_ids: Tensor, logp: Tensor | None, lse: Tensor | None, entropy: Tensor | None
     ) -> RowGrads:
         """Upstream gradients [N] as coefficients; a row without a scored target sends none through logp."""
+        if hasattr(self.kernel, "row_grads"):
+            upstream = Upstream(logp, lse, entropy)
+            return self.kernel.row_grads(upstream, target_ids, self.ignore_index, self.real_vocab_size)
         zero = torch.zeros(target_ids.shape, dtype=torch.float32, device=target_ids.device)
         scored = (target_ids != self.ignore_index) & (target_ids >= 0) & (target_ids < self.real_vocab_size)
         target = zero if logp is None else torch.where(scored, logp.float(), zero)

@@ -9,6 +9,28 @@ namespace py = pybind11;
 void register_dlogits(py::module_& module) {
   module.attr("SM90_DLOGITS_ROW_BYTES") = sizeof(DlogitsRow);
   module.def(
+      "sm90_row_grads",
+      [](int device, int64_t rows, uintptr_t logp, int64_t logp_stride, uintptr_t lse, int64_t lse_stride,
+         uintptr_t entropy, int64_t entropy_stride, uintptr_t target_ids, int64_t ignore_index, int64_t real_vocab_size,
+         uintptr_t grad_target, uintptr_t grad_softmax, uintptr_t grad_entropy, uintptr_t stream) {
+        RowGradsCall call = {};
+        call.rows = rows;
+        call.logp = pointer<float>(logp), call.logp_stride = logp_stride;
+        call.lse = pointer<float>(lse), call.lse_stride = lse_stride;
+        call.entropy = pointer<float>(entropy), call.entropy_stride = entropy_stride;
+        call.target_ids = pointer<int64_t>(target_ids);
+        call.ignore_index = ignore_index, call.real_vocab_size = real_vocab_size;
+        call.grad_target = pointer<float>(grad_target), call.grad_softmax = pointer<float>(grad_softmax);
+        call.grad_entropy = pointer<float>(grad_entropy);
+        const OnDevice guard(device);
+        launch_row_grads(call, as_stream(stream));
+      },
+      py::kw_only(), py::arg("device"), py::arg("rows"), py::arg("logp") = 0, py::arg("logp_stride") = 0,
+      py::arg("lse") = 0, py::arg("lse_stride") = 0, py::arg("entropy") = 0, py::arg("entropy_stride") = 0,
+      py::arg("target_ids"), py::arg("ignore_index"), py::arg("real_vocab_size"), py::arg("grad_target"),
+      py::arg("grad_softmax"), py::arg("grad_entropy") = 0, py::arg("stream"),
+      "Upstream gradients of logp, lse and entropy as coefficients of the target and the softmax.");
+  module.def(
       "sm90_dlogits_rows",
       [](int device, int64_t rows, uintptr_t lse2_int, uintptr_t lse2_frac, uintptr_t entropy, uintptr_t grad_target,
          uintptr_t grad_softmax, uintptr_t grad_entropy, uintptr_t target_ids, int64_t vocab_start, int64_t valid,

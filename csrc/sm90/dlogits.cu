@@ -22,6 +22,17 @@ constexpr int32_t kBandRows = 4096;  // of hidden, that stay in L2 while the blo
 
 unsigned blocks_of(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
 
+__global__ void __launch_bounds__(kThreads) row_grads(const RowGradsCall p) {
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= p.rows) return;
+  const int64_t id = p.target_ids[n];
+  const bool scored = id != p.ignore_index && id >= 0 && id < p.real_vocab_size;
+  const float target = p.logp != nullptr && scored ? p.logp[n * p.logp_stride] : 0.0f;
+  p.grad_target[n] = target;
+  p.grad_softmax[n] = p.lse == nullptr ? -target : add(p.lse[n * p.lse_stride], -target);
+  if (p.entropy != nullptr) p.grad_entropy[n] = p.entropy[n * p.entropy_stride];
+}
+
 // One thread a row.
 __device__ bool write_terms(const DlogitsRowsCall& p, int64_t n) {
   const float target = p.grad_target[n], softmax = p.grad_softmax[n];
@@ -101,6 +112,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
+
+void launch_row_grads(const RowGradsCall& call, cudaStream_t stream) {
+  if (call.rows == 0) return;
+  row_grads<<<blocks_of(call.rows), kThreads, 0, stream>>>(call);
+  check_launch("upstream gradients");
+}
 
 void launch_dlogits_rows(const DlogitsRowsCall& call, cudaStream_t stream) {
   if (call.rows == 0) return;

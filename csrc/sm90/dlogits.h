@@ -19,6 +19,19 @@ struct alignas(16) DlogitsRow {
   uint32_t keep;   // all bits, or none: the row counts for nothing
 };
 
+// Upstream gradients, fp32 of any stride or null where nothing flows, as coefficients of the target and the softmax: a
+// row whose target is not scored sends nothing through logp.
+struct RowGradsCall {
+  int64_t rows;
+  const float *logp, *lse, *entropy;
+  int64_t logp_stride, lse_stride, entropy_stride;
+  const int64_t* target_ids;
+  int64_t ignore_index, real_vocab_size;
+  float *grad_target, *grad_softmax, *grad_entropy;  // all [rows]; the last is null where `entropy` is
+};
+
+void launch_row_grads(const RowGradsCall& call, cudaStream_t stream);
+
 struct DlogitsRowsCall {
   int64_t rows;
   const int32_t* lse2_int;  // all [rows]

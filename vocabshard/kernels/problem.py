@@ -5,6 +5,7 @@ A kernel module has
         -> records, logits | None
     backward(hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
         -> grad_hidden fp32 [N, D] | None, grad_weight | None, grad_bias | None
+    row_grads(upstream, target_ids, ignore_index, real_vocab_size) -> RowGrads      where it has a kernel for that
     kept_bytes_per_row(columns, dtype) -> int         what KeptLogits take; 0: this kernel keeps nothing
     new_kept(rows, columns, dtype, device) -> KeptLogits    to be filled by forward(keep=...), of problem.valid columns
     CONTINUES_CHAIN                                         dtypes whose grad_hidden is one ascending chain over the

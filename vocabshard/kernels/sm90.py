@@ -21,7 +21,7 @@ from vocabshard.kernels.cuda_logits import (
 )
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
-from vocabshard.kernels.sm90_backward import backward
+from vocabshard.kernels.sm90_backward import backward, row_grads
 from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
 from vocabshard.partials import new_records
 
@@ -106,4 +106,5 @@ __all__ = [
     "logits_forward",
     "logits_rows",
     "logits_scores",
+    "row_grads",
 ]

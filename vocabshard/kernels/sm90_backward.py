@@ -15,8 +15,7 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.kernels import blockwise
-from vocabshard.kernels.blockwise import without_autocast
-from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows, Upstream
 from vocabshard.kernels.sm90_cut import MOST_ROWS, ROWS, cut
 from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
 from vocabshard.kernels.sm90_logits import fma_chain_logits
@@ -26,7 +25,6 @@ from vocabshard.kernels.sm90_products import grad_weight as add_grad_weight
 WORKSPACE = 256 << 20  # bytes beside the gradients
 
 
-@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,
@@ -64,7 +62,8 @@ def backward(
         grad_weight = how.main_grad
         if grad_weight is None:
             grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            grad_weight[columns:].zero_()
+            if columns < len(weight):
+                grad_weight[columns:].zero_()
     if needs.bias and bias is not None:
         grad_bias = torch.zeros_like(bias)
 
@@ -111,6 +110,32 @@ def backward(
                 stream=torch.cuda.current_stream(device).cuda_stream,
             )
     return grad_hidden, None if how.main_grad is not None else grad_weight, grad_bias
+
+
+def row_grads(upstream: Upstream, target_ids: Tensor, ignore_index: int, real_vocab_size: int) -> RowGrads:
+    """The kernel interface's row_grads: one launch, where torch takes eight."""
+    n, device = target_ids.shape[0], target_ids.device
+    flows = [None if g is None else g.float() for g in upstream]
+    made = torch.empty(2 if flows[2] is None else 3, n, dtype=torch.float32, device=device)
+    grads = RowGrads(made[0], made[1], None if flows[2] is None else made[2])
+    _C.sm90_row_grads(
+        device=device.index,
+        rows=n,
+        logp=_pointer(flows[0]),
+        logp_stride=0 if flows[0] is None else flows[0].stride(0),
+        lse=_pointer(flows[1]),
+        lse_stride=0 if flows[1] is None else flows[1].stride(0),
+        entropy=_pointer(flows[2]),
+        entropy_stride=0 if flows[2] is None else flows[2].stride(0),
+        target_ids=target_ids.data_ptr(),
+        ignore_index=ignore_index,
+        real_vocab_size=real_vocab_size,
+        grad_target=grads.target.data_ptr(),
+        grad_softmax=grads.softmax.data_ptr(),
+        grad_entropy=_pointer(grads.entropy),
+        stream=torch.cuda.current_stream(device).cuda_stream,
+    )
+    return grads
 
 
 class RowTerms:
