@@ -104,7 +104,7 @@ class _Masked(torch.autograd.Function):
         if needs_hidden:
             over_group = HiddenSum(ctx.options.get("tp_group"), torch.float32, own_rows=False)
             over_group.start(grad_hidden)
-            result = over_group.result().to(hidden.dtype)
+            result = over_group.result(grad_hidden).to(hidden.dtype)
         return (
             result,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -246,9 +246,13 @@ class _LocalBackward(NamedTuple):
         """Every rank's columns at a time; the last products for grad_weight hide the sum of grad_hidden."""
         call = self.call
         total = HiddenSum(call.group, call.grad.wire_dtype, call.sequence_parallel)
-        how = GradPlan(call.grad.main_grad, hidden_ready=total.start if needs.hidden else None)
-        _, grad_weight, grad_bias = self.on(self.every_row, needs, how)
-        return total.result() if needs.hidden else None, grad_weight, grad_bias
+        if not needs.hidden:
+            return self.on(self.every_row, needs, GradPlan(call.grad.main_grad))
+        parts = total.parts(*self.x.hidden.shape)
+        how = GradPlan(call.grad.main_grad, hidden_ready=total.start, ready_rows=parts)
+        grad_hidden, grad_weight, grad_bias = self.on(self.every_row, needs, how)
+        assert grad_hidden is not None
+        return total.result(grad_hidden), grad_weight, grad_bias
 
     def ordered(self, needs: Needs) -> Gradients:
         """Rank after rank in each chunk of rows; the pass for grad_weight hides the last rank's answer."""

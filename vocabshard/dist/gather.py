@@ -94,6 +94,13 @@ def start_sum_of_own_rows(tensor: Tensor, group: Any) -> Pending:
     return Pending(own, _reduce_scatter(own, tensor, group=group, async_op=True))
 
 
+def start_sum_for(rank: int, tensor: Tensor, group: Any) -> Pending:
+    """In-place sum that `rank` of the group gets; elsewhere the tensor is lost."""
+    if not tensor.numel():
+        return Pending(tensor)
+    return Pending(tensor, dist.reduce(tensor, dist.get_global_rank(group, rank), group=group, async_op=True))
+
+
 def start_broadcast_from_last(tensor: Tensor, group: Any) -> Pending:
     """The last rank's tensor, contiguous, in place on every rank."""
     rank, size = rank_and_size(group)

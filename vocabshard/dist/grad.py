@@ -14,11 +14,14 @@ from vocabshard.dist.gather import (
     rank_and_size,
     start_broadcast_from_last,
     start_sum,
+    start_sum_for,
     start_sum_of_own_rows,
 )
 
 # Rows of a chunk that is passed on: at most CHUNKS of them, and none so small that the products suffer.
 CHUNKS, CHUNK_ROWS = 8, 512
+# The ordinary sum: at most so many parts, none smaller than that.
+MOST_PARTS, PART_ELEMENTS = 4, 1 << 22
 
 
 class HiddenSum:
@@ -29,19 +32,42 @@ class HiddenSum:
 
     def __init__(self, group: Any, wire_dtype: torch.dtype, own_rows: bool) -> None:
         self._group, self._wire_dtype, self._own_rows = group, wire_dtype, own_rows
-        self._pending: Pending | None = None
+        self._rank, self._size = rank_and_size(group)
+        self._parts = 1
+        self._pending: list[Pending] = []
+
+    def parts(self, rows: int, depth: int) -> tuple[slice, ...]:
+        """A GradPlan's ready_rows: of what all ranks share alone. Parts travel while later ones are made, and each is
+        large enough for a product of its own to fill a GPU."""
+        most = rows * depth // PART_ELEMENTS
+        count = (self._size if most >= self._size else 1) if self._own_rows else min(most, MOST_PARTS)
+        if self._size == 1 or count <= 1:
+            return ()
+        self._parts = count
+        return tuple(slice(rows * i // count, rows * (i + 1) // count) for i in range(count))
 
     def start(self, grad_hidden: Tensor) -> None:
-        if rank_and_size(self._group)[1] == 1:
-            self._pending = Pending(grad_hidden)
+        """Of everything, or of the next part."""
+        if self._size == 1:
+            self._pending.append(Pending(grad_hidden))
             return
-        begin = start_sum_of_own_rows if self._own_rows else start_sum
-        self._pending = begin(grad_hidden.to(self._wire_dtype), self._group)
+        sent = grad_hidden.to(self._wire_dtype)
+        if not self._own_rows:
+            self._pending.append(start_sum(sent, self._group))
+        elif self._parts == 1:
+            self._pending.append(start_sum_of_own_rows(sent, self._group))
+        else:
+            self._pending.append(start_sum_for(len(self._pending), sent, self._group))
 
-    def result(self) -> Tensor:
-        """[N, D], or this rank's rows; waits on the current stream."""
-        assert self._pending is not None, "the kernel's backward did not call hidden_ready"
-        return self._pending.wait()
+    def result(self, grad_hidden: Tensor) -> Tensor:
+        """[N, D], or this rank's rows; waits on the current stream. grad_hidden: what `start` was given parts of."""
+        assert len(self._pending) == self._parts, "the kernel's backward did not call hidden_ready as it was asked to"
+        parts = [pending.wait() for pending in self._pending]
+        if self._parts == 1:
+            return parts[0]
+        if self._own_rows:
+            return parts[self._rank]
+        return grad_hidden if self._wire_dtype == grad_hidden.dtype else torch.cat(parts)
 
 
 def row_chunks(rows: int) -> list[slice]:

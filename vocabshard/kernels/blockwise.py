@@ -86,8 +86,8 @@ def backward(
             dz = dz.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] += _product(dz, weight[columns])
-                if how.hidden_ready is not None and columns.stop == problem.valid and rows.stop == n:
-                    how.hidden_ready(grad_hidden)
+                if columns.stop == problem.valid and rows.stop == n:
+                    how.announce(grad_hidden)
             if weight_sum is not None:
                 weight_sum += _product(dz.t(), hidden[rows])
         if weight_sum is not None and how.main_grad is not None:
@@ -96,8 +96,8 @@ def backward(
             grad_weight[columns] = weight_sum.to(weight.dtype)
         if grad_bias is not None and bias_sum is not None:
             grad_bias[columns] = bias_sum.to(grad_bias.dtype)
-    if grad_hidden is not None and how.hidden_ready is not None and n * problem.valid == 0:
-        how.hidden_ready(grad_hidden)
+    if grad_hidden is not None and n * problem.valid == 0:
+        how.announce(grad_hidden)
     return grad_hidden, grad_weight, grad_bias
 
 

@@ -180,8 +180,8 @@ def backward(
         _C.GradientPlan(how.grad_hidden is not None, how.main_grad is not None, _kept(how.kept)),
         _run(),
     )
-    if grad_hidden is not None and how.hidden_ready is not None:  # the products ran together: nothing is left to hide
-        how.hidden_ready(grad_hidden)
+    if grad_hidden is not None:  # the products ran together: nothing is left to hide
+        how.announce(grad_hidden)
     return grad_hidden, None if how.main_grad is not None else grad_weight, grad_bias
 
 

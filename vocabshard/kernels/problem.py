@@ -97,7 +97,17 @@ class GradPlan:
     # called exactly once, when grad_hidden is complete on the current stream and before the last block's products for
     # grad_weight are enqueued, so that they hide what it starts; never called where hidden needs no gradient
     hidden_ready: Callable[[Tensor], None] | None = None
+    # rows, ascending, that hidden_ready would rather have one part after the other, as soon as each is complete: it is
+    # called once with each then. A kernel that makes them all at a time calls it so at the end.
+    ready_rows: tuple[slice, ...] = ()
     kept: KeptLogits | None = None
+
+    def announce(self, grad_hidden: Tensor) -> None:
+        """Tells hidden_ready, if there is one, that all of it is complete."""
+        if self.hidden_ready is None:
+            return
+        for part in [grad_hidden[rows] for rows in self.ready_rows] or [grad_hidden]:
+            self.hidden_ready(part)
 
 
 ORDINARY = GradPlan()

@@ -85,9 +85,15 @@ def backward(
             dz = terms.dlogits(rows, start, block_weight, bias, dlogits, sums)
             if grad_hidden is not None:
                 go_on = start > 0 or how.grad_hidden is not None
-                add_grad_hidden(dz, block_weight, grad_hidden[rows], go_on=go_on, row_active=terms.active[rows])
-                if last and stop == columns and how.hidden_ready is not None:
-                    how.hidden_ready(grad_hidden)
+                in_parts = stop == columns and not in_pieces and how.hidden_ready is not None and how.ready_rows
+                for part in how.ready_rows if in_parts else (rows,):
+                    to = grad_hidden[part]
+                    of_part = dz if part is rows else dz[part]
+                    add_grad_hidden(of_part, block_weight, to, go_on=go_on, row_active=terms.active[part])
+                    if in_parts and how.hidden_ready is not None:
+                        how.hidden_ready(to)
+                if last and stop == columns and not in_parts:
+                    how.announce(grad_hidden)
             if grad_weight is not None:
                 so_far = None if chain is None else chain[: stop - start]
                 add_grad_weight(

@@ -64,8 +64,8 @@ def backward(
         if grad is not None:
             grad[0 if nothing else columns :].zero_()
     if nothing:
-        if grad_hidden is not None and how.hidden_ready is not None:
-            how.hidden_ready(grad_hidden)
+        if grad_hidden is not None:
+            how.announce(grad_hidden)
         return grad_hidden, grad_weight, grad_bias
 
     chain = chain_of(hidden, weight)
@@ -104,8 +104,8 @@ def backward(
                     continue
                 if grad_hidden is not None:
                     _add_to_hidden(call, dlogits, block, grad_hidden[rows])
-                    if how.hidden_ready is not None and block.stop == columns and rows.stop == N:
-                        how.hidden_ready(grad_hidden)
+                    if block.stop == columns and rows.stop == N:
+                        how.announce(grad_hidden)
                 if to_weight is not None and inspected is not None:
                     to = to_weight[block] if weight_sum is None else weight_sum[: block.stop - first]
                     add = weight_sum is None and how.main_grad is not None
