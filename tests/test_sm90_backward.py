@@ -267,6 +267,28 @@ def test_against_the_torch_operations() -> None:
         assert (g - w).norm() < bound * w.norm()
 
 
+def test_rows_are_handed_over_in_parts_of_the_same_bytes() -> None:
+    from vocabshard.kernels import sm90
+
+    n, v = 500, 3000
+    hidden, weight, _, target = problem(n, 64, v)
+    saved = SavedRows(torch.zeros(n, dtype=torch.int32), torch.full((n,), 11.0), None)
+    grads = RowGrads(torch.randn(n), torch.randn(n), None)
+    arguments = (hidden, weight, None, target, None, LocalProblem(0, v, None, False), saved, grads)
+    want = sm90.backward(*arguments, Needs(True, True, False))
+    parts = (slice(0, 100), slice(100, 356), slice(356, n))
+    seen: list[Tensor] = []
+    got = sm90.backward(
+        *arguments,
+        Needs(True, True, False),
+        GradPlan(hidden_ready=lambda x: seen.append(x.clone()), ready_rows=parts),
+    )
+    assert_same_bytes(got[0], want[0], "grad_hidden")
+    assert_same_bytes(got[1], want[1], "grad_weight")
+    for part, rows in zip(seen, parts, strict=True):
+        assert_same_bytes(part, want[0][rows], f"complete when it was handed over, {rows}")
+
+
 @pytest.mark.parametrize("n, v", [(65536, 151936), (4096, 50257), (70000, 1000)])
 def test_memory_beside_the_gradients_is_bounded(n: int, v: int) -> None:
     hidden, weight, _, target = problem(n, 64, v)

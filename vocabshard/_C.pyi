@@ -317,6 +317,23 @@ def sm90_dlogits(
 ) -> None:
     """dlogits of a block of columns, rounded to the element, [rows, out_row]."""
 
+def sm90_add_fma_product(
+    *,
+    device: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    a: int,
+    a_row: int,
+    a_column: int,
+    b: int,
+    b_row: int,
+    out: int,
+    out_row: int,
+    stream: int,
+) -> None:
+    """out [rows, columns] fp32 goes on by a [rows, depth] @ b [depth, columns], one FMA at a time."""
+
 def sm90_bias_sums(
     *, device: int, sums: int, blocks: int, stride: int, columns: int, grad_bias: int, bias_element: int, stream: int
 ) -> None:

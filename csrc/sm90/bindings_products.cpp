@@ -2,6 +2,7 @@
 #include "sm90/bindings_device.h"
 #include "sm90/launch.h"
 #include "sm90/product.h"
+#include "sm90/product_fma.h"
 
 namespace vocabshard::sm90 {
 
@@ -49,6 +50,20 @@ void register_products(py::module_& module) {
       py::arg("init") = 0, py::arg("init_row") = 0, py::arg("grad"), py::arg("grad_row"), py::arg("grad_element"),
       py::arg("add") = false, py::arg("stream"),
       "grad [Vb, D] = or += (init or 0) + dlogits [N, Vb]^T @ hidden [N, D].");
+  module.def(
+      "sm90_add_fma_product",
+      [](int device, int64_t rows, int64_t depth, int64_t columns, uintptr_t a, int64_t a_row, int64_t a_column,
+         uintptr_t b, int64_t b_row, uintptr_t out, int64_t out_row, uintptr_t stream) {
+        const FmaProductCall call = {
+            rows,   depth, columns, pointer<float>(a), a_row, a_column, pointer<float>(b), b_row, pointer<float>(out),
+            out_row};
+        const OnDevice guard(device);
+        launch_fma_product(call, as_stream(stream));
+      },
+      py::kw_only(), py::arg("device"), py::arg("rows"), py::arg("depth"), py::arg("columns"), py::arg("a"),
+      py::arg("a_row"), py::arg("a_column"), py::arg("b"), py::arg("b_row"), py::arg("out"), py::arg("out_row"),
+      py::arg("stream"),
+      "out [rows, columns] fp32 goes on by a [rows, depth] @ b [depth, columns], one FMA at a time.");
 }
 
 }  // namespace vocabshard::sm90

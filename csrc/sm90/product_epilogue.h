@@ -53,27 +53,6 @@ VS_DEVICE int64_t tile_row(int32_t first_row, int m, int h) {
 }
 VS_DEVICE int quad_lane() { return ptx::thread() % 4; }
 
-// Without an exchange: there is time until the tile's turn comes. No branch on p.init, ptxas would put all products one
-// behind the other.
-template <int kBlocks>
-VS_DEVICE void load_init(ProductTile<kBlocks>& acc, const ProductParams& p, int32_t first_row, int32_t first_column) {
-  const int32_t rows = p.init == nullptr ? 0 : p.rows;
-#pragma unroll
-  for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int64_t row = tile_row(first_row, m, h);
-      const int32_t column = first_column + 2 * quad_lane(), end = row < rows ? p.columns - column : 0;
-      const float* from = p.init + row * p.init_row + column;
-#pragma unroll
-      for (int j = 0; j < kColumnBlocks; ++j) {
-        float2 v = make_float2(0.0f, 0.0f);
-        if (8 * j < end) v = __ldcg(reinterpret_cast<const float2*>(from + 8 * j));
-        acc.d[m][4 * j + 2 * h] = v.x, acc.d[m][4 * j + 2 * h + 1] = v.y;
-      }
-    }
-}
-
 // From a pair of block j and one of block j + 1 to four columns of one of them: a lane's own pair stays, the other goes
 // to its neighbour. Even lanes get block j.
 VS_DEVICE float4 exchange_pairs(const float* d, int q) {
@@ -83,6 +62,47 @@ VS_DEVICE float4 exchange_pairs(const float* d, int q) {
   return odd ? make_float4(x, y, d[4], d[5]) : make_float4(d[0], d[1], x, y);
 }
 VS_DEVICE int32_t exchanged_column(int q) { return 8 * (q % 2) + 4 * (q / 2); }
+
+// Reading costs the products a cycle a line: lanes read 16 bytes, 64 of a line at a time, and exchange them. The last
+// of three blocks finds no registers for that, and lanes read their own pairs. No branch on p.init, ptxas would put all
+// products one behind the other.
+template <int kBlocks>
+VS_DEVICE void load_init(ProductTile<kBlocks>& acc, const ProductParams& p, int32_t first_row, int32_t first_column) {
+  const int32_t rows = p.init == nullptr ? 0 : p.rows;
+  const int q = quad_lane();
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t row = tile_row(first_row, m, h);
+      const int32_t of_row = row < rows ? p.columns : 0;
+      if (m < 2) {
+        const int32_t column = first_column + exchanged_column(q);
+        const float* from = p.init + row * p.init_row + column;
+        float4 v[kColumnBlocks / 2] = {};
+#pragma unroll
+        for (int j = 0; j < kColumnBlocks; j += 2)
+          if (8 * j < of_row - column) v[j / 2] = __ldcg(reinterpret_cast<const float4*>(from + 8 * j));
+#pragma unroll
+        for (int j = 0; j < kColumnBlocks; j += 2) {
+          float* d = acc.d[m] + 4 * j + 2 * h;
+          d[0] = v[j / 2].x, d[1] = v[j / 2].y, d[4] = v[j / 2].z, d[5] = v[j / 2].w;
+          const float4 own = exchange_pairs(d, q);
+          d[0] = own.x, d[1] = own.y, d[4] = own.z, d[5] = own.w;
+          if (j % 4 == 2) acc.settle(m, h, j - 2);
+        }
+      } else {
+        const int32_t column = first_column + 2 * q;
+        const float* from = p.init + row * p.init_row + column;
+#pragma unroll
+        for (int j = 0; j < kColumnBlocks; ++j) {
+          float2 v = make_float2(0.0f, 0.0f);
+          if (8 * j < of_row - column) v = __ldcg(reinterpret_cast<const float2*>(from + 8 * j));
+          acc.d[m][4 * j + 2 * h] = v.x, acc.d[m][4 * j + 2 * h + 1] = v.y;
+        }
+      }
+    }
+}
 
 template <int kBlocks>
 VS_DEVICE void store_floats(ProductTile<kBlocks>& acc, const ProductParams& p, int m, int h, int64_t row,

@@ -47,9 +47,12 @@ void launch_product_element(const ProductCall& call, int32_t multiprocessors, cu
     using Kernel = decltype(kernel);
     launch_kernel<Kernel>(product_wgmma<Kernel>, call, most_clusters, stream);
   };
-  // As little as there is to do for the busiest cluster; where it's the same, the taller tile reads less.
+  // As little as there is to do for the busiest cluster; where it's about the same, the taller tile reads less. What
+  // goes on from memory costs the wide tile as much as so many columns, as nothing hides it there.
+  constexpr int64_t kColumnsOfInit = 800;
   const int64_t low = rows_of_cluster(call, 128, most_clusters);
-  const bool tall = 100 * rows_of_cluster(call, 192, most_clusters) <= 101 * low;
+  const int64_t exposed = call.transposed || call.init == nullptr ? 0 : 100 * kColumnsOfInit / call.depth;
+  const bool tall = 100 * rows_of_cluster(call, 192, most_clusters) <= (101 + exposed) * low;
   const bool wide = !tall && rows_of_cluster(call, 256, most_clusters) <= low;
   if (!call.transposed && wide)
     launch_kernel<WideKernel<Element>>(product_wide<WideKernel<Element>>, call, most_clusters, stream);

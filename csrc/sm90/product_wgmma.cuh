@@ -21,8 +21,10 @@ struct ProductKernel {
   static constexpr int kClusterRows = kRows, kClusterColumns = 2 * kColumns;
 
   static constexpr int kWarpgroup = 128, kThreads = 3 * kWarpgroup;
-  // Of the 168 a thread the kernel starts with: 128 * 40 + 256 * 232 <= 65536.
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  // Of the 168 a thread the kernel starts with. Reading accumulators into the tallest tile takes a few more.
+  static constexpr bool kTallInit = kInit && kBlocks == 3;
+  static constexpr int kProducerRegisters = kTallInit ? 24 : 40, kConsumerRegisters = kTallInit ? 240 : 232;
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
 
   // An operand's tile is boxes of 64 elements by 64 lines. A along k comes as one box of all its rows. A across k: if
   // its boxes can't be shared out evenly, half the lines of each.

@@ -210,6 +210,22 @@ def test_ordered_in_groups_of_every_size(ranks: Ranks) -> None:
         assert_same_bytes(in_order(case, rows=rows, shard=shard)[1], want[1], f"{size} ranks")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=lambda d: f"{d} wire")
+def test_the_sum_in_parts(ranks: Ranks, wire: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = problem(ranks.device, dtype=dtype)
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    options = vs.GradOptions(wire_dtype=wire)
+    want = gradients(case, options, rows, shard=shard)
+    monkeypatch.setattr(dist_grad, "PART_ELEMENTS", 10 * D)
+    got = gradients(case, options, rows, shard=shard)
+    equal_on_all_ranks(got[1], dist.group.WORLD, "grad_hidden")
+    close = {"rtol": 2e-2, "atol": 2e-2} if torch.bfloat16 in (wire, dtype) else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(got[1], want[1], **close)
+    for a, b in zip(got[2:], want[2:], strict=True):
+        assert_same_bytes(a, b, "gradients of the shard")
+
+
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("reduce", ["sum", "ordered"])
 def test_sequence_parallel(ranks: Ranks, reduce: str, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +233,7 @@ def test_sequence_parallel(ranks: Ranks, reduce: str, pieces: bool, monkeypatch:
         pytest.skip(f"{N} rows in {ranks.world_size} parts")
     if pieces:
         monkeypatch.setattr(gather, "PIECES_FROM", 0)
+        monkeypatch.setattr(dist_grad, "PART_ELEMENTS", D)
     case = problem(ranks.device, dtype=chained(ranks.device) if reduce == "ordered" else torch.float32)
     shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
     hidden, weight, bias, target, upstream = case

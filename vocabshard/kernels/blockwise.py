@@ -3,8 +3,9 @@
 Logits are recomputed for a block of rows and columns with fp32 accumulation (or read, without bias, where the forward
 kept them: [rows, columns]), `dlogits` is formed in fp32 from the saved lse2 pair, and two matrix products add it to
 grad_hidden (fp32) and grad_weight. Scratch memory is bounded, whatever N and V. The library's products are not the
-contract's chain: gradients, unlike log-probs, promise equal bytes from run to run only. The logits may have to be the
-chain's all the same: at an offset of 1e4 a logit that is rounded the other way is off by 1e-3, and so is its p.
+contract's chain: by them gradients, unlike log-probs, promise equal bytes from run to run only. A kernel module whose
+forward has a chain gives its own: at an offset of 1e4 a logit that is rounded the other way is off by 1e-3, and so is
+its p.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,16 @@ from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Logits = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # hidden, weight, bias -> fp32, before soft-cap
 
 SCRATCH_ELEMENTS = 1 << 24  # logits of a block: 64 MiB a tensor in fp32
 ROWS = 4096
+
+
+class Products(NamedTuple):
+    """How a block's logits are made, and what is added to the gradients."""
+
+    logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # hidden, weight, bias -> fp32, before soft-cap
+    add_product: Callable[[Tensor, Tensor, Tensor], None]  # to [M, C] += a [M, K] @ b [K, C], all of one dtype
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
@@ -53,10 +60,11 @@ def backward(
     needs: Needs,
     how: GradPlan = ORDINARY,
     *,
-    logits: Logits | None = None,
+    products: Products | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The kernel interface's backward (vocabshard/kernels/problem.py). `logits` is what the forward made them by, where
-    that was not a product of the library."""
+    """The kernel interface's backward (vocabshard/kernels/problem.py). `products` stands for the library's, of fp32
+    operands."""
+    logits, add_product = (_logits, _add_product) if products is None else products
     n, d = hidden.shape
     active = active_rows(grads)
     # rows that count for nothing must not reach grad_weight, whatever they hold
@@ -78,18 +86,18 @@ def backward(
                 z = how.kept.tensors[0][rows, columns].float()
                 z = z if block_bias is None else z + block_bias.float()  # kept logits stay as they are
             else:
-                z = (logits or _logits)(hidden[rows], weight[columns], block_bias)
+                z = logits(hidden[rows], weight[columns], block_bias)
             scale = inv_temperature[rows, None] if isinstance(inv_temperature, Tensor) else inv_temperature
             dz = dlogits(z, scale, problem, v, rows, target_ids, saved, grads, active)
             if bias_sum is not None:
                 bias_sum += dz.sum(0)
             dz = dz.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] += _product(dz, weight[columns])
+                add_product(grad_hidden[rows], dz, weight[columns])
                 if columns.stop == problem.valid and rows.stop == n:
                     how.announce(grad_hidden)
             if weight_sum is not None:
-                weight_sum += _product(dz.t(), hidden[rows])
+                add_product(weight_sum, dz.t(), hidden[rows])
         if weight_sum is not None and how.main_grad is not None:
             how.main_grad[columns] += weight_sum
         elif weight_sum is not None and grad_weight is not None:
@@ -122,6 +130,10 @@ def active_rows(grads: RowGrads) -> Tensor:
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     z = _product(hidden, weight.t())
     return z if bias is None else z.add_(bias.float())
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    to += _product(a, b)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from vocabshard.partials import new_records
 check_constants(_C.contract())
 
 PATHS: dict[str, int] = _C.SM90_PATHS
-CONTINUES_CHAIN = (torch.bfloat16, torch.float16)
+CONTINUES_CHAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def forward(

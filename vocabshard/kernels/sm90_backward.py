@@ -17,8 +17,8 @@ from vocabshard import _C
 from vocabshard.kernels import blockwise
 from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows, Upstream
 from vocabshard.kernels.sm90_cut import MOST_ROWS, ROWS, cut
+from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
-from vocabshard.kernels.sm90_logits import fma_chain_logits
 from vocabshard.kernels.sm90_products import grad_hidden as add_grad_hidden
 from vocabshard.kernels.sm90_products import grad_weight as add_grad_weight
 
@@ -37,16 +37,16 @@ def backward(
     needs: Needs,
     how: GradPlan = ORDINARY,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The kernel interface's backward (vocabshard/kernels/problem.py). fp32 is taken by blockwise.py, its logits by the
-    forward's own chain; 16-bit operands that TMA can't read are copied to where it can, the weight a block at a
+    """The kernel interface's backward (vocabshard/kernels/problem.py). fp32 is taken by blockwise.py with products of
+    FMA chains; 16-bit operands that TMA can't read are copied to where it can, the weight a block at a
     time."""
     hidden, weight = plain_strides(hidden), plain_strides(weight)
     n, d = hidden.shape
     columns = problem.valid
     if hidden.dtype == torch.float32 or n == 0 or columns == 0:
-        logits = fma_chain_logits if hidden.dtype == torch.float32 else None
+        products = FMA_CHAIN if hidden.dtype == torch.float32 else None
         return blockwise.backward(
-            hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how, logits=logits
+            hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how, products=products
         )
     device = hidden.device
     if not readable_by_tma(hidden):

@@ -1,4 +1,7 @@
-"""fp32 logits of a block, by the launch that the forward makes them with: the same chain, so the same bytes."""
+"""What the fp32 backward multiplies with: ascending chains of FMAs, so that no row depends on the others.
+
+A block's logits come from the launch that the forward makes them with: the same chain, so the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import torch
 from torch import Tensor
 
 from vocabshard import _C
+from vocabshard.kernels.blockwise import Products
 from vocabshard.kernels.sm90_inputs import ELEMENTS
 from vocabshard.partials import new_records
 
 
-def fma_chain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """fp32 [N, D] and [columns, D] of any strides -> [N, columns] with bias, before soft-cap and temperature.
 
     The records of the block come along and are dropped.
@@ -54,3 +58,28 @@ def fma_chain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
         stream=torch.cuda.current_stream(device).cuda_stream,
     )
     return logits
+
+
+def add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    """to [M, C] goes on by a [M, K] @ b [K, C], element by element in ascending k; all fp32."""
+    if 1 not in a.stride():
+        a = a.contiguous()
+    if b.stride(1) != 1:
+        b = b.contiguous()
+    _C.sm90_add_fma_product(
+        device=to.device.index,
+        rows=a.shape[0],
+        depth=a.shape[1],
+        columns=b.shape[1],
+        a=a.data_ptr(),
+        a_row=a.stride(0),
+        a_column=a.stride(1),
+        b=b.data_ptr(),
+        b_row=b.stride(0),
+        out=to.data_ptr(),
+        out_row=to.stride(0),
+        stream=torch.cuda.current_stream(to.device).cuda_stream,
+    )
+
+
+FMA_CHAIN = Products(logits_of, add_product)
