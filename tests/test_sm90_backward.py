@@ -88,7 +88,15 @@ def check(hidden, weight, bias, target, gs, **options) -> None:
 @pytest.mark.parametrize(
     "n, d, v",
     [
-        *((1, 8, 50), (33, 104, 1000), (257, 64, 777), (128, 256, 384), (129, 64, 50257), (1000, 512, 4097)),
+        *(
+            (1, 8, 50),
+            (33, 104, 1000),
+            (257, 64, 777),
+            (128, 256, 384),
+            (129, 64, 50257),
+            (129, 64, 151936),
+            (1000, 512, 4097),
+        ),
         *((1100, 256, 50257), (1300, 2048, 9000), (300, 4096, 2000)),  # odd and even blocks of rows, many tiles in turn
     ],
 )
@@ -301,6 +309,21 @@ def test_memory_beside_the_gradients_is_bounded(n: int, v: int) -> None:
     peak = torch.cuda.max_memory_allocated() - before
     gradients = 2 * h.grad.numel() + 2 * w.grad.numel()
     assert peak <= gradients + (256 << 20) + 4 * n * 64 + 16 * n
+
+
+def test_short_chains_of_fp16_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vocabshard.kernels import sm90_backward
+
+    hidden, weight, bias, target = problem(700, 64, 9000, torch.float16)
+    args = (hidden, weight, bias, target, upstream(700))
+    want = ours(*args)
+    for n in (1, 7, 129, 513):
+        rows = slice(90, 90 + n)
+        part = ours(hidden[rows], weight, bias, target[rows], tuple(g[rows] for g in args[4]))
+        assert_same_bytes(part[0], want[0][rows], f"{n} rows")
+    monkeypatch.setattr(sm90_backward, "WORKSPACE", 6 << 20)
+    for g, w, name in zip(ours(*args), want, ("hidden", "weight", "bias"), strict=True):
+        assert_same_bytes(g, w, name)
 
 
 def test_rows_in_blocks_go_on_in_one_chain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,9 +219,10 @@ def sm90_grad_hidden(
     grad: int,
     grad_row: int,
     go_on: bool,
+    add: bool = False,
     stream: int,
 ) -> None:
-    """grad [N, D] fp32 = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]."""
+    """grad [N, D] fp32 = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; add: += a chain of its own."""
 
 def sm90_grad_weight(
     *,

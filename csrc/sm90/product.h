@@ -10,7 +10,7 @@ namespace vocabshard::sm90 {
 
 enum ProductOutput : int32_t {
   kProductFloat = 0,   // fp32, stored
-  kProductAdd = 1,     // fp32, added to what is there, with one rounding
+  kProductAdd = 1,     // fp32, added to what is there, with one rounding; not transposed, in memory
   kProductElement = 2  // rounded to the operands' type
 };
 

@@ -104,6 +104,13 @@ VS_DEVICE void load_init(ProductTile<kBlocks>& acc, const ProductParams& p, int3
     }
 }
 
+VS_DEVICE void put_floats(float* to, const float4& v, const ProductParams& p) {
+  if (p.output == kProductAdd)
+    ptx::add_in_memory(to, v);
+  else
+    __stcg(reinterpret_cast<float4*>(to), v);
+}
+
 template <int kBlocks>
 VS_DEVICE void store_floats(ProductTile<kBlocks>& acc, const ProductParams& p, int m, int h, int64_t row,
                             int32_t first_column) {
@@ -114,7 +121,7 @@ VS_DEVICE void store_floats(ProductTile<kBlocks>& acc, const ProductParams& p, i
   for (int j = 0; j < kColumnBlocks; j += 2) {
     if (j % 4 == 0) acc.settle(m, h, j);
     const float4 v = exchange_pairs(acc.d[m] + 4 * j + 2 * h, q);
-    if (8 * j < end) __stcg(reinterpret_cast<float4*>(to + 8 * j), v);
+    if (8 * j < end) put_floats(to + 8 * j, v, p);
   }
 }
 
@@ -211,7 +218,7 @@ VS_DEVICE void store_active_floats(ProductTile<kBlocks>& acc, const ProductParam
     for (int h = 0; h < 2; ++h) {
       int64_t row = tile_row(first_row, m, h);
       if (p.row_active != nullptr && row < p.rows && p.row_active[row] == 0) {
-        if (p.init != nullptr) row = p.rows;
+        if (p.init != nullptr || p.output == kProductAdd) row = p.rows;
 #pragma unroll
         for (int j = 0; j < kColumnBlocks; ++j) acc.d[m][4 * j + 2 * h] = acc.d[m][4 * j + 2 * h + 1] = 0.0f;
       }

@@ -101,7 +101,7 @@ VS_DEVICE void store_wide(WideTile& acc, const ProductParams& p, int32_t first_r
     const int32_t column = first_column + exchanged_column(q);
     int32_t end = row < p.rows ? p.columns - column : 0;
     if (p.row_active != nullptr && row < p.rows && p.row_active[row] == 0) {
-      if (p.init != nullptr) end = 0;
+      if (p.init != nullptr || p.output == kProductAdd) end = 0;
 #pragma unroll
       for (int j = 0; j < 32; ++j) acc.d[4 * j + 2 * h] = acc.d[4 * j + 2 * h + 1] = 0.0f;
     }
@@ -109,7 +109,7 @@ VS_DEVICE void store_wide(WideTile& acc, const ProductParams& p, int32_t first_r
 #pragma unroll
     for (int j = 0; j < 32; j += 2) {
       const float4 v = exchange_pairs(acc.d + 4 * j + 2 * h, q);
-      if (8 * j < end) __stcg(reinterpret_cast<float4*>(to + 8 * j), v);
+      if (8 * j < end) put_floats(to + 8 * j, v, p);
     }
   }
 }

@@ -16,13 +16,17 @@ from torch import Tensor
 from vocabshard import _C
 from vocabshard.kernels import blockwise
 from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows, Upstream
-from vocabshard.kernels.sm90_cut import MOST_ROWS, ROWS, cut
+from vocabshard.kernels.sm90_cut import COLUMNS, MOST_ROWS, ROWS, cut
 from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
 from vocabshard.kernels.sm90_products import grad_hidden as add_grad_hidden
 from vocabshard.kernels.sm90_products import grad_weight as add_grad_weight
 
 WORKSPACE = 256 << 20  # bytes beside the gradients
+# The tensor core cuts every sum off at fp32, always towards zero: over a whole vocabulary that adds up to as much as
+# fp16's own rounding (bf16's is eight times that). So grad_hidden of fp16 is a sum of chains of so many columns, unless
+# it has to go on from another rank's.
+SHORT_CHAIN = 10 * COLUMNS
 
 
 def backward(
@@ -69,7 +73,11 @@ def backward(
 
     terms = RowTerms(hidden, target_ids, inv_temperature, problem, saved, grads, needs.weight)
     pairs = max(torch.cuda.get_device_properties(device).multi_processor_count // 2, 1)
-    blocks = cut(n, d, columns, WORKSPACE - terms.bytes, pairs, MOST_ROWS, not readable_by_tma(weight))
+    # columns of a chain of grad_hidden's, 0: all
+    chains = SHORT_CHAIN if hidden.dtype == torch.float16 and how.grad_hidden is None else 0
+    # so few rows at a time that a block holds a chain
+    most_rows, step = (16384 if d <= 8192 else 2048, SHORT_CHAIN) if chains else (MOST_ROWS, COLUMNS)
+    blocks = cut(n, d, columns, WORKSPACE - terms.bytes, pairs, most_rows, not readable_by_tma(weight), step)
     width = max(-(-(b - a) // 64) * 64 for a, b in itertools.pairwise(blocks.columns))
     dlogits = torch.empty(blocks.rows, width, dtype=hidden.dtype, device=device)
     sums = torch.empty(-(-n // ROWS), width, dtype=torch.float32, device=device) if grad_bias is not None else None
@@ -89,7 +97,12 @@ def backward(
                 for part in how.ready_rows if in_parts else (rows,):
                     to = grad_hidden[part]
                     of_part = dz if part is rows else dz[part]
-                    add_grad_hidden(of_part, block_weight, to, go_on=go_on, row_active=terms.active[part])
+                    if chains == 0:
+                        add_grad_hidden(of_part, block_weight, to, go_on=go_on, row_active=terms.active[part])
+                    for v in range(0, stop - start, chains) if chains else ():
+                        one, its_weight = of_part[:, v : v + chains], block_weight[v : v + chains]
+                        add = start + v > 0
+                        add_grad_hidden(one, its_weight, to, go_on=False, add=add, row_active=terms.active[part])
                     if in_parts and how.hidden_ready is not None:
                         how.hidden_ready(to)
                 if last and stop == columns and not in_parts:

@@ -20,9 +20,17 @@ class Blocks(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def cut(
-    n: int, d: int, columns: int, workspace: int, pairs: int, most_rows: int = MOST_ROWS, copied: bool = False
+    n: int,
+    d: int,
+    columns: int,
+    workspace: int,
+    pairs: int,
+    most_rows: int = MOST_ROWS,
+    copied: bool = False,
+    step: int = COLUMNS,
 ) -> Blocks:
-    """Blocks whose dlogits, and what goes with them, fit `workspace` bytes; copied: the weights are, too.
+    """Blocks whose dlogits, and what goes with them, fit `workspace` bytes; copied: the weights are, too. They begin at
+    multiples of `step` columns, which is one of COLUMNS.
 
     Tiles of dlogits and of grad_weight run on `pairs` of multiprocessors in rounds, the last of which may be nearly
     empty: blocks are cut so that the rounds are few. Each block also reads and writes grad_hidden once more.
@@ -33,7 +41,8 @@ def cut(
     # weights where they are copied
     per_column = 2 * rows + 4 * -(-n // ROWS) + (4 * d if pieces > 1 else 0) + (2 * (d + 8) if copied else 0)
     tiles = -(-columns // COLUMNS)
-    most = min(max(workspace // (per_column * COLUMNS), 1), tiles)
+    step = min(step // COLUMNS, tiles)
+    most = min(max(workspace // (per_column * COLUMNS) // step, 1) * step, tiles)
     row_tiles, depth_tiles = -(-rows // ROWS), -(-d // ROWS)
     again = _AGAIN * rows * d / (pairs * ROWS * COLUMNS)
 
@@ -46,6 +55,6 @@ def cut(
     def cost(width: int) -> float:
         return sum(-(-w * row_tiles // pairs) * d + -(-w * depth_tiles // pairs) * rows + again for w in widths(width))
 
-    best = widths(min(range(most, 0, -1), key=cost))
+    best = widths(min(range(most - most % step, 0, -step), key=cost))
     starts = itertools.accumulate((w * COLUMNS for w in best), initial=0)
     return Blocks(rows, tuple(min(start, columns) for start in starts))

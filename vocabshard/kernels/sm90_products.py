@@ -56,24 +56,31 @@ def _stream(x: Tensor) -> int:
 
 
 def grad_hidden(
-    dlogits: Tensor, weight: Tensor, grad: Tensor, *, go_on: bool, row_active: Tensor | None = None
+    dlogits: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    *,
+    go_on: bool,
+    add: bool = False,
+    row_active: Tensor | None = None,
 ) -> None:
     """grad [N, D] fp32 = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; operands of one 16-bit type.
 
     Columns of dlogits that are to be left out, padding whose weights may be NaN for one, must be cut off by the caller:
-    zeros there are multiplied. With go_on the chain of what is in grad continues. row_active: uint8 [N], contiguous;
-    where it is 0, the row of grad stays as it is, without go_on it becomes 0, whatever the weight holds.
+    zeros there are multiplied. With go_on the chain of what is in grad continues; with add, instead, one from zero
+    is added to it, with one rounding. row_active: uint8 [N], contiguous;
+    where it is 0, the row of grad stays as it is, without go_on and add it becomes 0, whatever the weight holds.
     """
     rows, columns = dlogits.shape
     depth = weight.shape[1]
     width = _width(depth)
     if columns == 0:
-        if not go_on:
+        if not go_on and not add:
             grad.zero_()
         return
     dlogits, weight = _rows(dlogits), _operand(weight, width)
     out = _sum(grad, width)
-    if out is not grad and go_on:
+    if out is not grad and (go_on or add):
         out[:, :depth] = grad
     _C.sm90_grad_hidden(
         device=grad.device.index,
@@ -89,6 +96,7 @@ def grad_hidden(
         grad=out.data_ptr(),
         grad_row=out.stride(0),
         go_on=go_on,
+        add=add,
         stream=_stream(grad),
     )
     if out is not grad:
