@@ -1,5 +1,5 @@
 // out += A @ B in fp32, an FMA chain an element: 16 kT x 16 kT of out a CTA, kT x kT a thread, 16 elements of k at a
-// time in two buffers. Where blocks of 128 x 128 leave most multiprocessors idle they are of 64 x 64.
+// time in two buffers. Where blocks of 128 x 128 are fewer than two a multiprocessor they are of 64 x 64.
 #include <stdexcept>
 
 #include "contract.h"
@@ -143,7 +143,7 @@ void launch_fma_product(const FmaProductCall& call, cudaStream_t stream) {
   };
   const auto launch = [&](auto large, auto small) {
     const dim3 grid = blocks(128);
-    if (static_cast<int64_t>(grid.x) * grid.y >= multiprocessor_count())
+    if (static_cast<int64_t>(grid.x) * grid.y >= 2 * multiprocessor_count())
       large<<<grid, kThreads, 0, stream>>>(call);
     else
       small<<<blocks(64), kThreads, 0, stream>>>(call);

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.kernels.blockwise import Products
-from vocabshard.kernels.sm90_inputs import ELEMENTS
+from vocabshard.kernels.sm90_inputs import ELEMENTS, plain_strides
 from vocabshard.partials import new_records
 
 
@@ -62,6 +62,7 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
     """to [M, C] goes on by a [M, K] @ b [K, C], element by element in ascending k; all fp32."""
+    a, b = plain_strides(a), plain_strides(b)
     if 1 not in a.stride():
         a = a.contiguous()
     if b.stride(1) != 1:
