@@ -82,3 +82,17 @@ def test_weight_fingerprint() -> None:
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "300 x 40 bf16: fingerprint" in done.stdout and "share" in done.stdout
+
+
+def test_logits_evidence(tmp_path: Path) -> None:
+    out = tmp_path / "logits.json"
+    script = SCRIPT.with_name("batch_invariant_logp.py")
+    options = "--device cpu --parts accuracy,invariance --size 5x600 --sweep 33x300 --json".split()
+    done = subprocess.run([sys.executable, script, *options, out], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["invariance"]["vocabshard"] == {"rows": 469, "differing logp": 0, "differing gradients": 0}
+    ours, theirs = report["accuracy"]["vocabshard"], report["accuracy"]["torch bf16"]
+    assert ours["largest logp error"] < 1e-5 < theirs["largest logp error"]
+    assert ours["correctly rounded gradients %"] > 99 and ours["gradient dtype"] == "bfloat16"
+    assert report["environment"]["build"] and "torch" in report["environment"]
