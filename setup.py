@@ -4,6 +4,7 @@ Neither torch nor a GPU takes part. `VOCABSHARD_CUDA=0` leaves the CUDA side out
 nvcc an error. `CXX` and `CUDA_HOME` choose the compilers.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -94,19 +95,22 @@ def call(command: list[str]) -> str:
 
 
 def compile_one(source: Path, command: list[str], compiler_version: str) -> Path:
-    """Compile unless an object of the same command, text, headers and compiler is there already."""
+    """Compile unless an object of the same command, text, headers and compiler is there already.
+
+    Builds that run at the same time share the work: one compiles a source, the others wait for it.
+    """
     texts = b"".join(path.read_bytes() for path in [source, *headers(source)])
     key = hashlib.sha256(repr([command, compiler_version, pybind11.__version__]).encode() + texts).hexdigest()[:16]
     target = OBJECTS / f"{source.stem}-{key}.o"
-    if not target.exists():
-        partial = target.with_suffix(f".{os.getpid()}.o")
-        output = call([*command, "-c", str(source), "-o", str(partial)])
-        target.with_suffix(".log").write_text(output)
-        shown = (
-            "" if source.suffix == ".cu" and "warning" not in output else output
-        )  # ptxas reports registers each time
-        print(shlex.join([*command, "-c", str(source)]), shown, sep="\n", end="", flush=True)
-        partial.replace(target)
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            partial = target.with_suffix(".partial.o")
+            output = call([*command, "-c", str(source), "-o", str(partial)])
+            target.with_suffix(".log").write_text(output)
+            quiet = source.suffix == ".cu" and "warning" not in output  # ptxas reports registers each time
+            print(shlex.join([*command, "-c", str(source)]), "" if quiet else output, sep="\n", end="", flush=True)
+            partial.replace(target)
     return target
 
 

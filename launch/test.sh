@@ -24,5 +24,9 @@ step ruff check .
 step ruff format --check .
 find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | step xargs -r clang-format --dry-run --Werror
 step mypy
-step python -m pytest -q --durations=10 "${require[@]}" --ignore=tests/multigpu tests
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} step torchrun --nproc-per-node 4 -m pytest -q "${on_ranks[@]}" tests/multigpu
+# A worker a core, with one thread each; a GPU is shared by no more than 8.
+workers=$(nproc)
+[ "$gpus" -eq 0 ] || [ "$workers" -le 8 ] || workers=8
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+step python -m pytest -q -n "$workers" --dist worksteal --durations=10 "${require[@]}" --ignore=tests/multigpu tests
+step torchrun --nproc-per-node 4 -m pytest -q "${on_ranks[@]}" tests/multigpu

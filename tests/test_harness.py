@@ -14,7 +14,8 @@ LAUNCH = TESTS.parent / "launch" / "run.py"
 
 def pytest_in(folder: Path, *options: str, launcher: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
     """Run pytest on `folder`, without a GPU; its exit code and output."""
-    command = [sys.executable, *launcher, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)]
+    plain = ["-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the second takes a second to load
+    command = [sys.executable, *launcher, "-m", "pytest", *plain, *options, str(folder)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
     pipe = subprocess.PIPE
     done = subprocess.run(
