@@ -13,7 +13,7 @@ from vocabshard.command.errors import InputError, require
 from vocabshard.command.files import writable
 from vocabshard.command.hidden import Span, Windows, choose_windows, spans_of
 from vocabshard.command.recording import partial_of
-from vocabshard.command.tokens import ALL, COMPLETION, JSON_LINES, Tokens, read_sequences
+from vocabshard.command.tokens import ALL, COMPLETION, Tokens, is_json_lines, read_sequences
 
 TILE = 16  # shard boundaries at multiples of it keep the bytes independent of the sharding
 
@@ -88,6 +88,11 @@ def choose_sizes(sizes: Sequence[int] | None, tp: int, rows: int, real: int) -> 
 def prepare(args: argparse.Namespace, tp: int) -> Job:
     """Checks everything that can be checked without loading the model. Raises InputError."""
     out = writable("--out", args.out, args.text)
+    if partial_of(out).is_symlink():  # what it names is not this command's to write
+        raise InputError(
+            f"--out {out}: {partial_of(out)}, where the records are kept until all are there, is a symbolic link; "
+            "remove it or choose another --out"
+        )
     writable("--out", str(partial_of(out)), args.text)
     plot = None if args.plot is None else writable("--plot", args.plot, args.text)
     if plot is not None:
@@ -106,7 +111,7 @@ def prepare(args: argparse.Namespace, tp: int) -> Job:
         out=out,
         plot=plot,
         sequences=sequences,
-        scope=args.score or (COMPLETION if Path(args.text).suffix in JSON_LINES else ALL),
+        scope=args.score or (COMPLETION if is_json_lines(Path(args.text)) else ALL),
         sizes=choose_sizes(args.sizes, tp, checkpoint.head_shape[0], real),
         real_vocab_size=real,
         windows=choose_windows(checkpoint, args.window, args.stride),

@@ -69,8 +69,8 @@ class Recording:
         self.sum_logp += as_float(bits_of(record)[0])
 
     def _lock(self) -> None:
-        """Opens the file for this process alone."""
-        self._file = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
+        """Opens the file for this process alone; never through a symbolic link, which may lead to anybody's file."""
+        self._file = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -116,7 +116,8 @@ class Recording:
                 os.ftruncate(self._file, self._length)  # without the part of a record that found room
             kept = f"{self.done} tokens are kept in {self.partial}, and the same command goes on from there"
         else:
-            self.partial.unlink(missing_ok=True)
+            if self._file is not None:
+                self.partial.unlink(missing_ok=True)
             kept = "nothing is kept"
         return InputError(f"--out {self.path}: cannot be written: {error.strerror}; {kept}")
 

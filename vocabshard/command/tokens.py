@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ class Encoded:
 Encode = Callable[[str, bool], Encoded]  # (text, whether the tokenizer puts its own tokens around it)
 
 
+def is_json_lines(path: Path) -> bool:
+    """Whether a file of this name holds JSON Lines."""
+    return path.suffix.lower() in JSON_LINES
+
+
 def read_sequences(path: Path, checkpoint: Checkpoint, scope: str | None, real_vocab_size: int) -> list[Tokens]:
     """The sequences of an input file: one of a text, one a line of JSON Lines, each with something to score.
 
@@ -46,7 +52,7 @@ def read_sequences(path: Path, checkpoint: Checkpoint, scope: str | None, real_v
     which names the line where there are lines.
     """
     sequences = []
-    if path.suffix in JSON_LINES:
+    if is_json_lines(path):
         pairs = list(read_pairs(path))
         encode = load_tokenizer(checkpoint.path)
         for number, (prompt, completion) in enumerate(pairs, 1):
@@ -62,14 +68,14 @@ def read_sequences(path: Path, checkpoint: Checkpoint, scope: str | None, real_v
 
 
 def read_text(path: Path) -> str:
-    """A file's UTF-8 text. Raises InputError when it cannot be read, is empty, or is no text."""
+    """A file's UTF-8 text, without a byte order mark. Raises InputError when it cannot be read, is empty or no text."""
     content = _read_bytes(path)
+    mark = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
     try:
-        text = content.decode("utf-8")
+        text = content[mark:].decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"text {path}: not UTF-8: byte 0x{content[error.start]:02x} at position {error.start}"
-        ) from error
+        at = mark + error.start
+        raise InputError(f"text {path}: not UTF-8: byte 0x{content[at]:02x} at position {at}") from error
     if "\0" in text:
         raise InputError(f"text {path}: binary: a zero byte at position {content.index(0)}")
     if not text.strip():
@@ -79,7 +85,7 @@ def read_text(path: Path) -> str:
 
 def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
     """(prompt, completion) of every line. Raises InputError for the first line that is not as expected."""
-    lines = _read_bytes(path).split(b"\n")
+    lines = _read_bytes(path).removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     if not lines:
