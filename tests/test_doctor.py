@@ -15,8 +15,8 @@ from vocabshard.command.doctor import choices
 from vocabshard.testing import goldens
 
 
-def doctor(capsys) -> tuple[int, str]:
-    code = main(["doctor"])
+def doctor(capsys, *options: str) -> tuple[int, str]:
+    code = main(["doctor", *options])
     out, err = capsys.readouterr()
     assert err == ""
     return code, out
@@ -38,7 +38,16 @@ def test_this_machine(capsys) -> None:
     for backend in ("sm90", "triton", "torch"):
         assert out.count(f"\n    {backend:<8} ") >= 2  # a reason for each entry
     assert "cpu, linear_logp, fp32, bf16, fp16: cpu, projection fma-chain, bears the contract\n" in out
-    assert sum(line.endswith("goldens") for line in out.splitlines()) >= 3
+    assert "\n  cpu, backend cpu, projection fma-chain: 2 of 12 goldens hold; 10 not checked\n" in out
+    assert "\n  cpu, backend cpu, projection given-logits: 1 of 9 goldens hold; 8 not checked\n" in out
+    assert "  vocabshard doctor --all checks those too\n" in out
+
+
+def test_all_goldens(capsys) -> None:
+    code, out = doctor(capsys, "--all")
+    assert code == 0 and "not checked" not in out and "--all" not in out, out
+    assert "\n  cpu, backend cpu, projection fma-chain: 12 of 12 goldens hold\n" in out
+    assert "\n  cpu, backend cpu, projection given-logits: 9 of 9 goldens hold\n" in out
 
 
 def test_wrong_bytes(capsys, monkeypatch) -> None:
@@ -47,7 +56,7 @@ def test_wrong_bytes(capsys, monkeypatch) -> None:
     monkeypatch.setattr(goldens, "recorded", lambda: recorded)
     code, out = doctor(capsys)
     assert code == 1
-    reason = "cpu, backend cpu, projection given-logits: WRONG BYTES in fp32, everything"
+    reason = "cpu, backend cpu, projection given-logits: WRONG BYTES in fp32, everything; 8 not checked"
     assert f"\n  {reason}\n" in out and f"\n  goldens: {reason}\n" in out
 
 

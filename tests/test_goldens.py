@@ -72,7 +72,15 @@ def test_verdicts_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     other = {projection: dict.fromkeys(cases, "") for projection, cases in goldens.recorded().items()}
     monkeypatch.setattr(goldens, "recorded", lambda: other)
     lines = [v.line for v in goldens.verdicts() if v.device == "cpu"]
-    assert lines and all("WRONG BYTES in" in line for line in lines)
+    assert lines and all("WRONG BYTES in" in line and "hold" not in line for line in lines)
+
+
+def test_verdicts_count_what_they_leave() -> None:
+    quick, whole = ([v for v in goldens.verdicts(every) if v.device == "cpu"] for every in (False, True))
+    for few, all_of_them in zip(quick, whole, strict=True):
+        cases = goldens.CASES[few.projection].keys()
+        assert few.left and all_of_them.left == () and not few.wrong and not all_of_them.wrong
+        assert {*few.held, *few.left} == set(all_of_them.held) == cases
 
 
 @pytest.mark.needs("triton", "sm90")  # the interpreter takes minutes, and misreads subnormal bf16

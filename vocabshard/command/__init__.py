@@ -101,11 +101,12 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--plot", metavar="FILE.png", help="a picture of the ratios of probabilities")
     compare.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
-    commands.add_parser(
+    doctor = commands.add_parser(
         "doctor",
         help="what is built, which backend serves what, and whether this machine gives the contract's bytes",
         description="Exit code 0: the contract holds on this machine; 1: it does not.",
     )
+    doctor.add_argument("--all", action="store_true", help="check every golden of every backend, in a minute or more")
 
     validate = commands.add_parser(
         "validate",
@@ -170,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "doctor":
             from vocabshard.command.doctor import doctor
 
-            return doctor()
+            return doctor(args.all)
         if args.command == "validate":
             from vocabshard.command.validate import validate
 

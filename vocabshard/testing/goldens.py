@@ -10,8 +10,10 @@ give the digest of goldens.json; another one is a new contract id or a new proje
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from torch import Tensor
 from vocabshard import kernels
 from vocabshard.contract import CONTRACT_ID, FMA_CHAIN, GIVEN_LOGITS, HOPPER_K16
 from vocabshard.dist import fold
+from vocabshard.kernels.backends import BACKENDS, LINEAR, LOGITS, Site
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.testing.compare import sha256
 from vocabshard.testing.inputs import integer_logits, near_tie_chains
@@ -184,35 +187,58 @@ class Verdict(NamedTuple):
     backend: str
     projection: str
     device: str
-    cases: int
-    wrong: tuple[str, ...]  # cases with other bytes, or with an error
+    held: tuple[str, ...]  # cases
+    wrong: tuple[str, ...]  # cases with other bytes
+    left: tuple[str, ...]  # cases that were not checked
 
     @property
     def line(self) -> str:
         """For a report."""
-        kept = f"{self.cases} of {self.cases} goldens" if not self.wrong else f"WRONG BYTES in {', '.join(self.wrong)}"
-        return f"{self.device}, backend {self.backend}, projection {self.projection}: {kept}"
+        cases = len(self.held) + len(self.wrong) + len(self.left)
+        told = [f"{len(self.held)} of {cases} goldens hold"] if self.held else []
+        told += [f"WRONG BYTES in {', '.join(self.wrong)}"] if self.wrong else []
+        told += [f"{len(self.left)} not checked"] if self.left else []
+        return f"{self.device}, backend {self.backend}, projection {self.projection}: {'; '.join(told)}"
 
 
-def verdicts(quick: bool = True) -> list[Verdict]:
-    """Of the backends that "auto" takes on this machine, each with its default launches; quick: a case a projection."""
-    found = []
+def verdicts(every: bool = False) -> list[Verdict]:
+    """Of the backends that bear the contract on this machine, each with its default launches.
+
+    Checked is a case of fp32, of bf16 and of logits with the backends that "auto" takes; `every`: all, with each one.
+    """
+    plan: dict[tuple[torch.device, str, str], tuple[list[str], list[str]]] = {}  # names to check, and the others
     for device in [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]:
-        for dtype, given in ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)):
-            choice = kernels.select_backend("auto", device, dtype, given)
-            if not choice.contract_bearing:
-                continue
-            names = [name for name, case in CASES[choice.projection].items() if DTYPES[case.dtype] == dtype]
-            if quick:
-                names = [name for name in names if "everything" in name]
-            wrong = [name for name in names if not _holds(choice, name, device)]
-            found.append(Verdict(choice.backend, choice.projection, device.type, len(names), tuple(wrong)))
-    return found
+        for row in BACKENDS:
+            for dtype, entry in itertools.product(DTYPES.values(), (LINEAR, LOGITS)):
+                site = Site(device, dtype, entry)
+                if row.refusal(site) or row.automatic(site) or row.projection_id(site) not in CASES:
+                    continue
+                first = (entry == LINEAR and dtype != torch.float16) or dtype == torch.float32
+                taken = kernels.select_backend("auto", device, dtype, entry == LOGITS).backend == row.name
+                check, leave = plan.setdefault((device, row.name, row.projection_id(site)), ([], []))
+                for name, case in CASES[row.projection_id(site)].items():
+                    if DTYPES[case.dtype] == dtype:
+                        wanted = every or (first and taken and "everything" in name)
+                        (check if wanted else leave).append(name)
 
+    def holds(job: tuple[torch.device, str, str, str]) -> bool:
+        device, backend, projection, name = job
+        return digest(projection, name, runner(backend), device) == recorded().get(projection, {}).get(name)
 
-def _holds(choice: kernels.Choice, name: str, device: torch.device) -> bool:
-    got = digest(choice.projection, name, runner(choice.backend), device)
-    return got == recorded().get(choice.projection, {}).get(name)
+    jobs = [(*where, name) for where, (check, _) in plan.items() for name in check]
+    with ThreadPoolExecutor(8) as pool:  # what Triton compiles, it compiles side by side
+        found = dict(zip(jobs, pool.map(holds, jobs), strict=True))
+    return [
+        Verdict(
+            backend,
+            projection,
+            device.type,
+            tuple(name for name in check if found[device, backend, projection, name]),
+            tuple(name for name in check if not found[device, backend, projection, name]),
+            tuple(leave),
+        )
+        for (device, backend, projection), (check, leave) in plan.items()
+    ]
 
 
 def main() -> None:
