@@ -41,6 +41,7 @@ CHECKPOINTS = {
     "qwen3 in files": ("Qwen3Config", {"tie_word_embeddings": False}, "100KB"),
     "qwen3 tied": ("Qwen3Config", {"tie_word_embeddings": True}, "1GB"),
     "gemma2 in files": ("Gemma2Config", {"tie_word_embeddings": False, "final_logit_softcapping": 30.0}, "100KB"),
+    "gemma2 tied in files": ("Gemma2Config", {"tie_word_embeddings": True, "final_logit_softcapping": 30.0}, "100KB"),
     "gemma2 tied": ("Gemma2Config", {"final_logit_softcapping": 30.0, "sliding_window": 16}, "1GB"),
 }
 
