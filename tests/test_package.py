@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -30,7 +31,9 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     make = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", make, folder)
+    with open(ROOT / "pyproject.toml") as lock:  # it is put together in the tree, by one worker at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run(sys.executable, "-c", make, folder)
     (found,) = folder.glob("*.tar.gz")
     return found
 
