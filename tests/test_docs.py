@@ -99,6 +99,15 @@ def around(page: str) -> dict[str, object]:
     if page.endswith("torch_native.md"):
         names["mesh"] = torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
         names |= {key: torch.nn.ModuleDict({"lm_head": torch.nn.Linear(8, 48)}) for key in ("model", "other_model")}
+    if page.endswith("vllm.md"):
+        head = types.SimpleNamespace(weight=torch.randn(64, 8), org_vocab_size=50, num_embeddings_padded=64)
+        names["model"] = types.SimpleNamespace(lm_head=head, logits_processor=None)
+        names["hidden_states"] = torch.randn(6, 8)
+        no_processors = types.SimpleNamespace(argmax_invariant=[], non_argmax_invariant=[])
+        names["sampling_metadata"] = types.SimpleNamespace(
+            all_greedy=True, generators={}, max_num_logprobs=1, no_penalties=True, allowed_token_ids_mask=None,
+            bad_words_token_ids={}, logitsprocs=no_processors,
+        )  # fmt: skip
     if page.endswith("huggingface.md"):
         import transformers
 
@@ -305,6 +314,18 @@ def test_options_are_documented(command: str) -> None:
     (text,) = (page.read_text() for page in PAGES if heading in page.read_text())
     section = text[text.index(heading) :].split("\n## ")[0]
     assert set(re.findall(r"--[a-z][a-z-]*", section)) - {"--nproc-per-node"} == options_of(command)
+
+
+def test_every_integration_has_a_page_and_a_line() -> None:
+    """README's table and the list of pages have each, and each names its module."""
+    pages = {path.stem for path in (ROOT / "docs" / "integrations").glob("*.md")}
+    modules = {path.stem for path in (ROOT / "vocabshard" / "integrations").glob("*.py")}
+    assert pages <= modules
+    assert modules - pages == {"__init__", "losses", "vime_replay"}, "an adapter without a page"
+    for name in pages:
+        assert f"vocabshard.integrations.{name}" in (ROOT / "docs" / "integrations" / f"{name}.md").read_text()
+        assert f"(docs/integrations/{name}.md)" in (ROOT / "README.md").read_text(), name
+        assert f"(integrations/{name}.md)" in (ROOT / "docs" / "README.md").read_text(), name
 
 
 def test_extras_are_declared() -> None:
