@@ -142,12 +142,27 @@ def spec_partials(
 
 SM90_PATHS: dict[str, int]
 
+class FoldRows:
+    """How rows are folded, and where their results go; 0: not wanted."""
+
+    def __init__(
+        self,
+        ignore_index: int,
+        real_vocab_size: int,
+        invalid_is_nan: bool,
+        logp: int,
+        lse: int,
+        entropy: int,
+        lse2_int: int,
+        lse2_frac: int,
+        maximum: int,
+    ) -> None: ...
+
 class Sm90Forward:
     """A forward of `hidden` and `weight` on CUDA device `device`, to be planned and launched there."""
 
     def __init__(
         self,
-        *,
         device: int,
         element: int,
         rows: int,
@@ -160,28 +175,29 @@ class Sm90Forward:
         weight_row: int,
         weight_column: int,
         entropy: bool,
-        path: int = 0,
+        path: int,
     ) -> None: ...
     def plan(self) -> tuple[int, int, int, int]:
         """Path, bytes of workspace, rows a launch, vocabulary splits."""
 
     def launch(
         self,
-        *,
+        stream: int,
+        workspace: int,
         target_ids: int,
         vocab_start: int,
         valid: int,
-        bias: int = 0,
-        bias_element: int = 0,
-        row_inv_temperature: int = 0,
-        inv_temperature: float = 1.0,
-        softcap: float = 0.0,
-        logits: int = 0,
-        logits_row: int = 0,
+        bias: int,
+        bias_element: int,
+        row_inv_temperature: int,
+        inv_temperature: float,
+        softcap: float,
+        logits: int,
+        logits_row: int,
         records: int,
-        workspace: int,
-        stream: int,
-    ) -> None: ...
+        fold: FoldRows,
+    ) -> None:
+        """Records, or with records == 0 the folded rows."""
 
 def sm90_fold(
     *,

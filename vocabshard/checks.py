@@ -319,8 +319,8 @@ def _reciprocal_rows(temperature: Tensor, validate: bool) -> Tensor:
         reciprocal = torch.empty_like(t)
         _C.cpu_reciprocals(t.data_ptr(), t.numel(), reciprocal.data_ptr())
     else:
-        usable = torch.isfinite(t) & (t > 0)
-        reciprocal = torch.where(usable, (1.0 / t.double()).float(), float("nan"))
+        usable = (t > 0) & (t < math.inf)  # torch.isfinite would be four launches
+        reciprocal = torch.where(usable, t.double().reciprocal_().float(), math.nan)
     if validate and not bool(torch.isfinite(reciprocal).all()):
         row = int((~torch.isfinite(reciprocal)).nonzero()[0])
         raise ValueError(

@@ -14,7 +14,7 @@ from vocabshard.autograd import LinearLogp, LogitsLogp
 from vocabshard.contract import Provenance
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions, LogpOutput
-from vocabshard.passes import LinearOperands, linear_forward
+from vocabshard.passes import LinearOperands, linear_scores
 from vocabshard.plan import Operands, Plan, Request, group_size, make_plan
 from vocabshard.remembered import key_of, recall, remember
 from vocabshard.sampled import Best, pass_over
@@ -132,45 +132,62 @@ def linear_logp(
             return compiled.linear_logp(hidden, weight, target_ids, bias, **apart, **options)
         apart |= {"sampling": sampling, "cut": cut, "topk": topk}
         return _outside_the_graph(hidden, weight, target_ids, bias, **apart, **options)
-    request = Request(
-        tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
-        invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
-        GradOptions() if grad_options is None else grad_options, sequence_parallel, sampling, cut is not None, topk,
-    )  # fmt: skip
-    given = {"hidden": hidden, "weight": weight}
-    request, hidden, weight, bias = localise(request, hidden, weight, bias)
-    operands = Operands(hidden, weight, target_ids, bias, given["weight"], cut)
+    key = None
+    plain = sampling is None and cut is None and topk is None
+    if plain and tp_group is None and grad_options is None and contract is None and not (validate or strict):
+        per_row = isinstance(temperature, Tensor)
+        key = key_of(
+            (hidden, weight, target_ids, bias),
+            (vocab_start_index, global_vocab_size, real_vocab_size, None if per_row else temperature, per_row, softcap,
+             ignore_index, invalid, validate, return_entropy, return_logits, sequence_parallel, backend),
+            shard,
+        )  # fmt: skip
+        if key is not None and checks.autocasting(weight.device.type):
+            key = None
+    plan, looks_at_logits = recall(key, target_ids), False
+    if plan is None:
+        request = Request(
+            tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
+            invalid, validate, return_entropy, return_logits, False, backend, strict, contract,
+            GradOptions() if grad_options is None else grad_options, sequence_parallel, sampling, cut is not None, topk,
+        )  # fmt: skip
+        given = {"hidden": hidden, "weight": weight}
+        request, hidden, weight, bias = localise(request, hidden, weight, bias)
+        operands = Operands(hidden, weight, target_ids, bias, given["weight"], cut)
 
-    def check() -> None:
-        if request.admits_only_the_contract:
-            strict_mode.check_cast(given, {"hidden": hidden, "weight": weight})
-        checks.sampling(sampling, temperature, topk, cut, target_ids)
-        checks.linear(hidden, weight, target_ids, bias, group_size(request) if sequence_parallel else 1)
-        checks.grad_options(request.grad, weight)
+        def check() -> None:
+            if request.admits_only_the_contract:
+                strict_mode.check_cast(given, {"hidden": hidden, "weight": weight})
+            checks.sampling(sampling, temperature, topk, cut, target_ids)
+            checks.linear(hidden, weight, target_ids, bias, group_size(request) if sequence_parallel else 1)
+            checks.grad_options(request.grad, weight)
 
-    plan = make_plan(request, operands, check)
+        plan, looks_at_logits = make_plan(request, operands, check), request.looks_at_logits
+        remember(key, plan)
+    elif isinstance(temperature, Tensor):
+        inv_temperature = checks.temperature_reciprocal(temperature, target_ids, validate=False)
+        plan = plan._replace(inv_temperature=inv_temperature)
     shape = target_ids.shape
-    rows = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+    rows = hidden if hidden.dim() == 2 else hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
     operands_of_rows = LinearOperands(
         rows, weight, bias, plan.target_ids, plan.inv_temperature, None if cut is None else cut.reshape(-1).contiguous()
     )
     best: Best | None = None
-    if request.looks_at_logits:
+    lse: Tensor | None
+    if looks_at_logits:
         with torch.no_grad():
             found = pass_over(plan.call, operands_of_rows)
         operands_of_rows, best = operands_of_rows._replace(cut=found.cut), found.best
-        folded, logits = found.rows, found.logits
+        logp, lse, entropy, logits = found.rows.logp, found.rows.lse, found.rows.entropy, found.logits
     elif not plan.call.differentiable:  # without autograd's own time, which a decoding step would notice
-        folded, logits, _ = linear_forward(plan.call, operands_of_rows)
+        logp, lse, entropy, logits = linear_scores(plan.call, operands_of_rows, return_lse)
     if plan.call.differentiable:
         logp, lse, entropy, logits, _ = LinearLogp.apply(*operands_of_rows, plan.call)
-    else:
-        logp, lse, entropy = folded.logp, folded.lse, folded.entropy
     if not (return_lse or return_entropy or return_logits or best):
-        return logp.view(shape)
+        return logp if len(shape) == 1 else logp.view(shape)
     return LogpOutput(
         logp.view(shape),
-        lse.view(shape) if return_lse else None,
+        lse.view(shape) if return_lse and lse is not None else None,
         entropy.view(shape) if return_entropy and entropy is not None else None,
         logits.view(*shape, weight.shape[0]) if return_logits and logits is not None else None,
         provenance=plan.provenance(weight.device),
@@ -264,7 +281,8 @@ def batch_invariant_logp(
     """
     key = None
     if rows is None and out is None and contract is None and not (validate or inplace_backward or strict):
-        key = key_of(logits, target_ids, (temperature, ignore_index, invalid, validate, return_entropy, backend))
+        options = (temperature, ignore_index, invalid, validate, return_entropy, backend)
+        key = key_of((logits, target_ids), options)
     plan = recall(key, target_ids)
     if plan is None:
         request = Request(

@@ -152,9 +152,23 @@ def linear_forward(call: Call, x: LinearOperands) -> tuple[FoldedRows, Tensor | 
     keep = {} if kept is None else {"keep": kept}  # kernels that keep nothing need not know of it
     if call.sequence_parallel:
         records, logits = _gathered_forward(call, x, keep)
+    elif call.group is None and not keep and x.cut is None and hasattr(call.kernel, "forward_rows"):
+        rule = (call.ignore_index, call.real_vocab_size, call.invalid)
+        return *call.kernel.forward_rows(*x[:5], call.problem, *rule, want_logits=call.want_logits), None
     else:
         records, logits = call.local_forward(x, want_logits=call.want_logits, **keep)
     return call.fold_records(records, x.target_ids), logits, kept
+
+
+def linear_scores(
+    call: Call, x: LinearOperands, want_lse: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """logp, lse, entropy and logits with no backward to come; what is not wanted may be None."""
+    if call.group is None and x.cut is None and hasattr(call.kernel, "forward_scores"):
+        rule = (call.ignore_index, call.real_vocab_size, call.invalid)
+        return call.kernel.forward_scores(*x[:5], call.problem, *rule, want_lse=want_lse, want_logits=call.want_logits)
+    folded, logits, _ = linear_forward(call, x)
+    return folded.logp, folded.lse, folded.entropy, logits
 
 
 def _gathered_forward(call: Call, x: LinearOperands, keep: dict[str, KeptLogits]) -> tuple[Tensor, Tensor | None]:

@@ -6,6 +6,7 @@ import functools
 import logging
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,16 @@ class Plan(NamedTuple):
     outputs: tuple[str, ...] = ()
     cut: str = ""
     sampling_kernels: str = ""
+    by_looks: bool = False  # whether the next call that looks the same can have it too
+
+    def without_tensors(self) -> Plan:
+        """To be kept: holds nothing of the call that it was made for."""
+        per_row = isinstance(self.inv_temperature, Tensor)
+        return self._replace(
+            call=replace(self.call, weight=None),
+            inv_temperature=None if per_row else self.inv_temperature,
+            target_ids=self.target_ids.new_empty(0),
+        )
 
     def provenance(self, device: torch.device) -> Provenance:
         """What the call runs with, on this device."""
@@ -252,7 +263,9 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
     if request.sampling is not None and (request.sampling.truncates or request.cut_given):
         cut = "given" if request.cut_given else "found"
     looked = functions(call.kernel).ran if request.looks_at_logits else ""
-    return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes, _outputs(request), cut, looked)
+    kept = call.differentiable and request.grad != GradOptions()
+    by_looks = not (validate or kept or request.contract is not None or request.strict or request.looks_at_logits)
+    return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes, _outputs(request), cut, looked, by_looks)
 
 
 def _continues_chain(request: Request, choice: kernels.Choice, dtype: torch.dtype) -> bool:

@@ -1,59 +1,81 @@
-"""Plans of calls over logits that looked the same before: with few rows, planning would cost more than the kernel.
+"""Plans of calls that looked the same before: with few rows, planning would cost more than the kernel.
 
-Only of calls by one process alone, on a GPU, whose plan depends on shapes, dtypes, device and options, not on values.
+Only of calls whose plan depends on shapes, dtypes, devices and options, and not on values. A call that finds its plan
+communicates as one that makes it would: with a group, plans are kept by the VocabShard that the call names, and only
+once the ranks have agreed on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vocabshard import checks
 from vocabshard.plan import Plan
+from vocabshard.shard import VocabShard
 
 _MOST = 256
+_PLAIN = (Tensor, torch.nn.Parameter)
 _plans: dict[Hashable, Plan] = {}
 
 
-def key_of(logits: Tensor, target_ids: Tensor, options: tuple[Hashable, ...]) -> Hashable | None:
-    """What the plan of such a call depends on, or None where it depends on more, a tensor among the options say."""
-    if type(logits) is not Tensor or type(target_ids) is not Tensor or not logits.is_cuda or logits.is_nested:
-        return None
-    if checks.address(logits) == 0 or checks.address(target_ids) == 0:
-        return None
-    for option in options:
-        if option is not None and not isinstance(option, (int, float, str)):
+class Key(NamedTuple):
+    """Under which a plan is kept, and where."""
+
+    of: Hashable
+    plans: dict[Hashable, Plan]
+
+
+def key_of(
+    tensors: tuple[Tensor | None, ...], options: tuple[Hashable, ...], shard: VocabShard | None = None
+) -> Key | None:
+    """What the plan of a call over these tensors depends on, or None where it depends on more.
+
+    options: numbers, texts and None; their types count, so that True is not 1.
+    """
+    looks: list[Hashable] = []
+    for tensor in tensors:
+        if tensor is None:
+            looks.append(None)
+            continue
+        if type(tensor) not in _PLAIN or tensor.is_nested or checks.address(tensor) == 0 or tensor.is_neg():
             return None
-    return (
-        logits.shape,
-        logits.dtype,
-        logits.device,
-        logits.layout,
-        logits.requires_grad and torch.is_grad_enabled(),
-        target_ids.shape,
-        target_ids.dtype,
-        target_ids.device,
-        target_ids.layout,
-        options,
-    )
+        looks.append((tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad))
+    if shard is None:
+        plans = _plans
+    elif type(shard) is VocabShard:
+        plans = shard.plans
+    else:
+        return None
+    kinds = tuple(map(type, options))
+    if not _KINDS.issuperset(kinds):
+        return None
+    return Key((*looks, torch.is_grad_enabled(), options, kinds), plans)
 
 
-def recall(key: Hashable | None, target_ids: Tensor) -> Plan | None:
+_KINDS = frozenset((type(None), bool, int, float, str))
+
+
+def recall(key: Key | None, target_ids: Tensor) -> Plan | None:
     """The plan of a call that was remembered, for these targets."""
-    known = None if key is None else _plans.get(key)
+    known = None if key is None else key.plans.get(key.of)
     if known is None:
         return None
     if target_ids.dtype != torch.int64 or target_ids.dim() != 1 or not target_ids.is_contiguous():
         target_ids = target_ids.reshape(-1).to(torch.int64).contiguous()
-    return Plan(known.call, known.shard, known.choice, known.inv_temperature, target_ids, known.dtypes)
+    return Plan(
+        known.call, known.shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs,
+        by_looks=True,
+    )  # fmt: skip
 
 
-def remember(key: Hashable | None, plan: Plan) -> None:
+def remember(key: Key | None, plan: Plan) -> None:
     """For calls to come that have this key."""
-    if key is None or plan.call.group is not None or plan.call.backend == "torch":
+    if key is None or not plan.by_looks:
         return
-    if len(_plans) >= _MOST:
-        _plans.clear()
-    _plans[key] = plan._replace(target_ids=plan.target_ids[:0].clone())
+    if len(key.plans) >= _MOST:
+        key.plans.clear()
+    key.plans[key.of] = plan.without_tensors()

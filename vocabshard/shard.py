@@ -49,6 +49,7 @@ class VocabShard:
     world_size: int = field(init=False)
     label: str = field(init=False, repr=False)  # names it among the shards of this process
     _seen: list[bool] = field(init=False, repr=False)  # whether the first use has been agreed
+    plans: dict[Any, Any] = field(init=False, repr=False)  # of calls that named it (remembered.py)
 
     def __post_init__(self) -> None:
         rank, world_size = rank_and_size(self.group)
@@ -67,6 +68,7 @@ class VocabShard:
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "world_size", world_size)
         object.__setattr__(self, "_seen", [False])
+        object.__setattr__(self, "plans", {})
         object.__setattr__(self, "label", f"shard {next(_numbers)}")
         _labelled[self.label] = self
 
@@ -255,7 +257,7 @@ def make_shard(
 
 
 def _remember(shard: VocabShard, key: tuple[int | None, int | None]) -> None:
-    facts = {f.name: getattr(shard, f.name) for f in fields(shard) if f.name != "group"}
+    facts = {f.name: getattr(shard, f.name) for f in fields(shard) if f.name not in ("group", "plans")}
     _made.setdefault(shard.group, {})[key] = facts
 
 
@@ -264,7 +266,7 @@ def _recall(group: Any, key: tuple[int | None, int | None]) -> VocabShard | None
     if facts is None:
         return None
     shard = object.__new__(VocabShard)
-    shard.__dict__.update(facts, group=group)
+    shard.__dict__.update(facts, group=group, plans={})
     return shard
 
 

@@ -1,5 +1,6 @@
 // The fused forward and the fold of vocabshard._C: pointers come as integers, 0 for none; strides in elements. The
-// caller names device and stream; the thread's current device is afterwards what it was.
+// caller names device and stream; the thread's current device is afterwards what it was. The forward's calls are
+// positional: with few rows their cost is the host's.
 #include "sm90/bindings_sm90.h"
 
 #include "sm90/bindings_device.h"
@@ -29,15 +30,33 @@ DeviceForward forward_call(int device, int32_t element, int64_t rows, int64_t de
   return {call, device};
 }
 
+FoldRows fold_rows(int64_t ignore_index, int64_t real_vocab_size, bool invalid_is_nan, uintptr_t logp, uintptr_t lse,
+                   uintptr_t entropy, uintptr_t lse2_int, uintptr_t lse2_frac, uintptr_t maximum) {
+  return {ignore_index,
+          true,
+          real_vocab_size,
+          invalid_is_nan,
+          pointer<float>(logp),
+          pointer<float>(lse),
+          pointer<float>(entropy),
+          pointer<int32_t>(lse2_int),
+          pointer<float>(lse2_frac),
+          pointer<float>(maximum)};
+}
+
 }  // namespace
 
 void register_sm90(py::module_& module) {
   register_dlogits(module);
   register_products(module);
+  py::class_<FoldRows>(module, "FoldRows", "How rows are folded, and where their results go.")
+      .def(py::init(&fold_rows), py::arg("ignore_index"), py::arg("real_vocab_size"), py::arg("invalid_is_nan"),
+           py::arg("logp"), py::arg("lse"), py::arg("entropy"), py::arg("lse2_int"), py::arg("lse2_frac"),
+           py::arg("maximum"));
   py::class_<DeviceForward>(module, "Sm90Forward", "A forward of `hidden` and `weight`, to be planned and launched.")
-      .def(py::init(&forward_call), py::kw_only(), py::arg("device"), py::arg("element"), py::arg("rows"),
-           py::arg("depth"), py::arg("columns"), py::arg("hidden"), py::arg("hidden_row"), py::arg("hidden_column"),
-           py::arg("weight"), py::arg("weight_row"), py::arg("weight_column"), py::arg("entropy"), py::arg("path") = 0)
+      .def(py::init(&forward_call), py::arg("device"), py::arg("element"), py::arg("rows"), py::arg("depth"),
+           py::arg("columns"), py::arg("hidden"), py::arg("hidden_row"), py::arg("hidden_column"), py::arg("weight"),
+           py::arg("weight_row"), py::arg("weight_column"), py::arg("entropy"), py::arg("path"))
       .def(
           "plan",
           [](const DeviceForward& forward) {
@@ -48,24 +67,25 @@ void register_sm90(py::module_& module) {
           "(path, bytes of workspace, rows a launch, vocabulary splits)")
       .def(
           "launch",
-          [](DeviceForward& forward, uintptr_t target_ids, int64_t vocab_start, int64_t valid, uintptr_t bias,
-             int32_t bias_element, uintptr_t row_inv_temperature, float inv_temperature, float softcap,
-             uintptr_t logits, int64_t logits_row, uintptr_t records, uintptr_t workspace, uintptr_t stream) {
+          [](DeviceForward& forward, uintptr_t stream, uintptr_t workspace, uintptr_t target_ids, int64_t vocab_start,
+             int64_t valid, uintptr_t bias, int32_t bias_element, uintptr_t row_inv_temperature, float inv_temperature,
+             float softcap, uintptr_t logits, int64_t logits_row, uintptr_t records, const FoldRows& fold) {
             ForwardCall& call = forward.call;
+            call.workspace = pointer<void>(workspace);
             call.target_ids = pointer<int64_t>(target_ids);
             call.vocab_start = vocab_start, call.valid = valid;
             call.bias = pointer<void>(bias), call.bias_element = bias_element;
             call.row_inv_temperature = pointer<float>(row_inv_temperature), call.inv_temperature = inv_temperature;
             call.softcap = softcap;
             call.logits = pointer<float>(logits), call.logits_row = logits_row;
-            call.records = pointer<int64_t>(records), call.workspace = pointer<void>(workspace);
+            call.records = pointer<int64_t>(records), call.fold = fold;
             const OnDevice guard(forward.device);
             launch_forward(call, as_stream(stream));
           },
-          py::kw_only(), py::arg("target_ids"), py::arg("vocab_start"), py::arg("valid"), py::arg("bias") = 0,
-          py::arg("bias_element") = 0, py::arg("row_inv_temperature") = 0, py::arg("inv_temperature") = 1.0f,
-          py::arg("softcap") = 0.0f, py::arg("logits") = 0, py::arg("logits_row") = 0, py::arg("records"),
-          py::arg("workspace"), py::arg("stream"));
+          py::arg("stream"), py::arg("workspace"), py::arg("target_ids"), py::arg("vocab_start"), py::arg("valid"),
+          py::arg("bias"), py::arg("bias_element"), py::arg("row_inv_temperature"), py::arg("inv_temperature"),
+          py::arg("softcap"), py::arg("logits"), py::arg("logits_row"), py::arg("records"), py::arg("fold"),
+          "Records, or with records == 0 the folded rows.");
 
   module.attr("SM90_PATHS") =
       py::dict(py::arg("auto") = int(kAuto), py::arg("rows128") = int(kRows128), py::arg("rows64") = int(kRows64),
@@ -77,13 +97,10 @@ void register_sm90(py::module_& module) {
          uintptr_t entropy_out, uintptr_t lse2_int, uintptr_t lse2_frac, uintptr_t maximum, uintptr_t stream) {
         FoldCall call = {};
         call.records = pointer<int64_t>(records), call.ranks = ranks, call.rows = rows;
-        call.target_ids = pointer<int64_t>(target_ids);
-        call.has_ignore_index = !ignore_index.is_none();
-        if (call.has_ignore_index) call.ignore_index = ignore_index.cast<int64_t>();
-        call.real_vocab_size = real_vocab_size, call.invalid_is_nan = invalid_is_nan, call.entropy = entropy;
-        call.logp = pointer<float>(logp), call.lse = pointer<float>(lse);
-        call.entropy_out = pointer<float>(entropy_out), call.lse2_int = pointer<int32_t>(lse2_int);
-        call.lse2_frac = pointer<float>(lse2_frac), call.maximum = pointer<float>(maximum);
+        call.target_ids = pointer<int64_t>(target_ids), call.entropy = entropy;
+        call.fold = fold_rows(0, real_vocab_size, invalid_is_nan, logp, lse, entropy_out, lse2_int, lse2_frac, maximum);
+        call.fold.has_ignore_index = !ignore_index.is_none();
+        if (call.fold.has_ignore_index) call.fold.ignore_index = ignore_index.cast<int64_t>();
         const OnDevice guard(device);
         launch_fold(call, as_stream(stream));
       },

@@ -36,6 +36,11 @@ void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
+template <class T>
+T* from(T* rows, int64_t first) {
+  return rows == nullptr ? nullptr : rows + first;
+}
+
 RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   RowWork work = {};
   work.bias = call.bias;
@@ -45,7 +50,7 @@ RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   work.valid = static_cast<int32_t>(call.valid);
   work.vocab_start = call.vocab_start;
   work.target_ids = call.target_ids + first;
-  work.row_inv_temperature = call.row_inv_temperature == nullptr ? nullptr : call.row_inv_temperature + first;
+  work.row_inv_temperature = from(call.row_inv_temperature, first);
   work.inv_temperature = call.inv_temperature;
   work.scaled = call.row_inv_temperature != nullptr || call.inv_temperature != 1.0f;  // true for NaN
   work.cap = call.softcap;
@@ -56,6 +61,14 @@ RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
 
 const char* row_pointer(const void* base, int64_t row, int64_t stride, int element_bytes) {
   return static_cast<const char*>(base) + row * stride * element_bytes;
+}
+
+Merged merged(const ForwardCall& call, int64_t first) {
+  FoldRows fold = call.fold;
+  fold.logp = from(fold.logp, first), fold.lse = from(fold.lse, first), fold.entropy = from(fold.entropy, first);
+  fold.lse2_int = from(fold.lse2_int, first), fold.lse2_frac = from(fold.lse2_frac, first);
+  fold.maximum = from(fold.maximum, first);
+  return {call.target_ids + first, from(call.records, first), call.rows, fold};
 }
 
 int32_t most_clusters(int32_t multiprocessors) { return std::max(multiprocessors / 2, 1); }
@@ -79,7 +92,7 @@ void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
   p.target_y = static_cast<float*>(call.workspace);
   p.partials = reinterpret_cast<int64_t*>(static_cast<char*>(call.workspace) + up(plan.chunk_rows * 4, kAlign));
   launch_wgmma(p, plan.path, half_precision, call.entropy, stream);
-  launch_merge_clusters(p, shape.m_blocks, call.entropy, call.records + first, call.rows, stream);
+  launch_merge_clusters(p, shape.m_blocks, call.entropy, merged(call, first), stream);
 }
 
 void launch_plain_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_t first, int64_t rows,
@@ -99,7 +112,7 @@ void launch_plain_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
   else
     launch_mma(p, call.element == kHalf, plan.splits, call.entropy, stream);
   launch_merge_splits(p.splits, kPlainSplitsPerCta * plan.splits, static_cast<int32_t>(rows), call.entropy,
-                      call.records + first, call.rows, stream);
+                      merged(call, first), stream);
 }
 
 }  // namespace
@@ -161,7 +174,7 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   if (call.rows == 0) return;
   if (call.columns == 0) {
     require(call.rows < (int64_t{1} << 31), "N must be below 2^31");
-    launch_merge_splits(nullptr, 0, static_cast<int32_t>(call.rows), call.entropy, call.records, call.rows, stream);
+    launch_merge_splits(nullptr, 0, static_cast<int32_t>(call.rows), call.entropy, merged(call, 0), stream);
     check_launch("merge of nothing");
     return;
   }

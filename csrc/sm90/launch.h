@@ -20,6 +20,20 @@ enum Path : int32_t {
   kFma = 4       // fp32
 };
 
+// How the merged record of a row is folded, and where its results go, [rows] each; null: not wanted.
+struct FoldRows {
+  int64_t ignore_index;
+  bool has_ignore_index;
+  int64_t real_vocab_size;
+  bool invalid_is_nan;
+  float* logp;
+  float* lse;
+  float* entropy;
+  int32_t* lse2_int;
+  float* lse2_frac;
+  float* maximum;
+};
+
 struct ForwardCall {
   int32_t element;  // of hidden and weight
   int64_t rows, depth, columns;
@@ -38,7 +52,8 @@ struct ForwardCall {
   bool entropy;
   float* logits;  // [rows, columns] or null
   int64_t logits_row;
-  int64_t* records;  // [4 or 7, rows]
+  int64_t* records;  // [4 or 7, rows]; null: rows are folded at once, as of a group of one
+  FoldRows fold;     // for then
   void* workspace;   // forward_workspace bytes, aligned to 256
   int32_t path;
 };
@@ -59,17 +74,8 @@ struct FoldCall {
   const int64_t* records;  // [ranks, 4 or 7, rows], merged in ascending order
   int64_t ranks, rows;
   const int64_t* target_ids;  // [rows]
-  int64_t ignore_index;
-  bool has_ignore_index;
-  int64_t real_vocab_size;
-  bool invalid_is_nan;
   bool entropy;
-  float* logp;  // all [rows]
-  float* lse;
-  float* entropy_out;  // or null
-  int32_t* lse2_int;
-  float* lse2_frac;
-  float* maximum;
+  FoldRows fold;
 };
 
 void launch_fold(const FoldCall& call, cudaStream_t stream);

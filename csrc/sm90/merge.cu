@@ -1,5 +1,6 @@
 #include "contract.h"
 #include "sm90/check.h"
+#include "sm90/fold.h"
 #include "sm90/merge.h"
 #include "sm90/ptx.h"
 
@@ -9,38 +10,44 @@ namespace {
 
 constexpr int kThreads = 256;
 
-VS_DEVICE int64_t shuffle_down(int64_t x, int by) { return __shfl_down_sync(~0u, x, by); }
-
+// All lanes of a warp hold partials of one row, and get them merged: first the maximum, then sums of what is left.
 template <bool kEntropy>
 VS_DEVICE void merge_warp(Partial& p) {
-  for (int by = 16; by > 0; by /= 2) {
-    Partial other = partial_identity();
-    other.y_max = __shfl_down_sync(~0u, p.y_max, by);
+  float y_max = p.y_max;
+  for (int by = 16; by > 0; by /= 2) y_max = max_nan(y_max, __shfl_xor_sync(~0u, y_max, by));
+  partial_raise(p, y_max);
+  for (int by = 16; by > 0; by /= 2)
     for (int i = 0; i < kLimbs; ++i) {
-      other.c[i] = shuffle_down(p.c[i], by);
-      if (kEntropy) other.u[i] = shuffle_down(p.u[i], by);
+      p.c[i] += __shfl_xor_sync(~0u, p.c[i], by);
+      if (kEntropy) p.u[i] += __shfl_xor_sync(~0u, p.u[i], by);
     }
-    partial_merge(p, other);
-  }
+}
+
+template <bool kEntropy>
+VS_DEVICE void store(const Merged& out, int64_t row, Partial& p) {
+  partial_finish(p);
+  if (out.records != nullptr)
+    record_store<kEntropy>(out.records + row, out.record_stride, p);
+  else
+    fold_row<kEntropy>(out.fold, row, p, out.target_ids[row]);
 }
 
 // kRowThreads threads look through the partials of one row: those of the CTAs that had its block of rows.
 template <bool kEntropy, int kRowThreads>
 __global__ void __launch_bounds__(kThreads)
     merge_clusters(const int64_t* partials, const Schedule schedule, int block_rows, const RowWork work,
-                   const float* target_y, int64_t* records, int64_t record_stride) {
+                   const float* target_y, const Merged out) {
+  constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
+  constexpr int kRows = kThreads / kRowThreads, kRowWarps = kRowThreads / 32;
   __shared__ Partial of_warp[kThreads / 32];
   ptx::grid_launch_next();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows, row = first_row + threadIdx.x / kRowThreads;
   const int32_t block = static_cast<int32_t>(row / block_rows);
   const int32_t unit = schedule.share_columns ? block / 2 : block, ctas = schedule.share_columns ? 1 : 2;
-  constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
 
   Partial p = partial_identity();
-  int64_t target = -1;
   ptx::grid_wait();
   if (row < work.rows) {
-    target = work.target_ids[row] - work.vocab_start;
     // clusters that may have this unit
     const int64_t per = schedule.clusters;
     const int32_t first = schedule.units == 1 ? 0 : max(static_cast<int32_t>(unit * per / schedule.units) - 1, 0);
@@ -56,58 +63,53 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   merge_warp<kEntropy>(p);
-  if (kRowThreads > 32) {
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = p;
-    __syncthreads();
-    if (threadIdx.x % kRowThreads == 0)
-      for (int i = 1; i < kRowThreads / 32; ++i) partial_merge(p, of_warp[threadIdx.x / 32 + i]);
-  }
-  if (threadIdx.x % kRowThreads != 0 || row >= work.rows) return;
-  if (target >= 0 && target < work.valid) p.y_target = target_y[row];
-  partial_finish(p);
-  record_store<kEntropy>(records + row, record_stride, p);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = p;
+  __syncthreads();
+  const int64_t mine = first_row + threadIdx.x;
+  if (threadIdx.x >= kRows || mine >= work.rows) return;
+  p = of_warp[threadIdx.x * kRowWarps];
+  for (int i = 1; i < kRowWarps; ++i) partial_merge(p, of_warp[threadIdx.x * kRowWarps + i]);
+  const int64_t target = work.target_ids[mine] - work.vocab_start;
+  if (target >= 0 && target < work.valid) p.y_target = target_y[mine];
+  store<kEntropy>(out, mine, p);
 }
 
 template <bool kEntropy>
 __global__ void __launch_bounds__(kThreads)
-    merge_splits(const int64_t* split_records, int splits, int32_t rows, int64_t* records, int64_t record_stride) {
+    merge_splits(const int64_t* split_records, int splits, int32_t rows, const Merged out) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows) return;
   constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
   Partial p = partial_identity();
   for (int i = 0; i < splits; ++i)
     partial_merge(p, record_load<kEntropy>(split_records + static_cast<int64_t>(i) * kWords * rows + row, rows));
-  partial_finish(p);
-  record_store<kEntropy>(records + row, record_stride, p);
+  store<kEntropy>(out, row, p);
 }
 
 template <bool kEntropy, int kRowThreads>
-void launch_clusters(const WgmmaParams& p, int m_blocks, int64_t* records, int64_t record_stride, cudaStream_t stream) {
+void launch_clusters(const WgmmaParams& p, int m_blocks, const Merged& out, cudaStream_t stream) {
   constexpr int kRows = kThreads / kRowThreads;
   launch_behind(merge_clusters<kEntropy, kRowThreads>, (p.work.rows + kRows - 1) / kRows, kThreads, stream, p.partials,
-                p.schedule, 64 * m_blocks, p.work, p.target_y, records, record_stride);
+                p.schedule, 64 * m_blocks, p.work, p.target_y, out);
 }
 
 }  // namespace
 
-void launch_merge_clusters(const WgmmaParams& p, int m_blocks, bool entropy, int64_t* records, int64_t record_stride,
-                           cudaStream_t stream) {
+void launch_merge_clusters(const WgmmaParams& p, int m_blocks, bool entropy, const Merged& out, cudaStream_t stream) {
   const bool many = p.schedule.units == 1;  // clusters a row
   if (entropy)
-    many ? launch_clusters<true, 128>(p, m_blocks, records, record_stride, stream)
-         : launch_clusters<true, 32>(p, m_blocks, records, record_stride, stream);
+    many ? launch_clusters<true, 128>(p, m_blocks, out, stream) : launch_clusters<true, 32>(p, m_blocks, out, stream);
   else
-    many ? launch_clusters<false, 128>(p, m_blocks, records, record_stride, stream)
-         : launch_clusters<false, 32>(p, m_blocks, records, record_stride, stream);
+    many ? launch_clusters<false, 128>(p, m_blocks, out, stream) : launch_clusters<false, 32>(p, m_blocks, out, stream);
 }
 
-void launch_merge_splits(const int64_t* split_records, int splits, int32_t rows, bool entropy, int64_t* records,
-                         int64_t record_stride, cudaStream_t stream) {
+void launch_merge_splits(const int64_t* split_records, int splits, int32_t rows, bool entropy, const Merged& out,
+                         cudaStream_t stream) {
   const unsigned blocks = (rows + kThreads - 1) / kThreads;
   if (entropy)
-    merge_splits<true><<<blocks, kThreads, 0, stream>>>(split_records, splits, rows, records, record_stride);
+    merge_splits<true><<<blocks, kThreads, 0, stream>>>(split_records, splits, rows, out);
   else
-    merge_splits<false><<<blocks, kThreads, 0, stream>>>(split_records, splits, rows, records, record_stride);
+    merge_splits<false><<<blocks, kThreads, 0, stream>>>(split_records, splits, rows, out);
 }
 
 }  // namespace vocabshard::sm90

@@ -265,7 +265,7 @@ def test_errors_found_on_one_rank_alone_reach_all(ranks: Ranks) -> None:
         meta = w.to("meta") if last else w
         on_all_ranks(ranks, f"{who}: weight is on the meta", lambda k=known, m=meta: call(weight=m, **k))
         cut = {"cut": target} if last else {}
-        on_all_ranks(ranks, f"{who}: cut is not available", lambda k=known, c=cut: call(**c, **k))
+        on_all_ranks(ranks, f"{who}: cut was given without the program", lambda k=known, c=cut: call(**c, **k))
         hot = torch.ones(33, device="meta" if last else ranks.device)
         on_all_ranks(ranks, f"{who}: temperature must be", lambda k=known, t=hot: call(temperature=t, **k))
         call(**known)

@@ -3,6 +3,9 @@
 A kernel module has
     forward(hidden, weight, bias, target_ids, inv_temperature, problem, *, want_logits=False[, keep=KeptLogits])
         -> records, logits | None
+    forward_rows(..., problem, ignore_index, real_vocab_size, invalid, *, want_logits) -> FoldedRows, logits | None
+    forward_scores(the same, want_lse) -> logp, lse | None, entropy | None, logits | None
+                                                            both optional: forward and fold at once, for one process
     backward(hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
         -> grad_hidden fp32 [N, D] | None, grad_weight | None, grad_bias | None
     row_grads(upstream, target_ids, ignore_index, real_vocab_size) -> RowGrads      where it has a kernel for that

@@ -22,13 +22,84 @@ from vocabshard.kernels.cuda_logits import (
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
 from vocabshard.kernels.sm90_backward import backward, row_grads
-from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
-from vocabshard.partials import new_records
+from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
+from vocabshard.partials import FoldedRows, new_records
 
 check_constants(_C.contract())
 
 PATHS: dict[str, int] = _C.SM90_PATHS
+_NO_FOLD = _C.FoldRows(0, 0, True, 0, 0, 0, 0, 0, 0)
 CONTINUES_CHAIN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _launch(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    want_logits: bool,
+    path: str,
+    records: int,
+    fold: _C.FoldRows,
+) -> Tensor | None:
+    """The logits, where wanted; the rest lands where `records`, or with 0 `fold`, says."""
+    device = hidden.device
+    rows, depth = hidden.shape
+    columns = weight.shape[0]
+    row, column = strides(hidden)
+    weight_row, weight_column = strides(weight)
+    by_tma = hidden.dtype != torch.float32 and path != "mma"
+    if (
+        by_tma
+        and not addressable(hidden.data_ptr(), row, column)
+        and addressable(weight.data_ptr(), weight_row, weight_column)
+    ):
+        hidden = for_tma(hidden)
+        row, column = hidden.stride()
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    per_row, scale = 0, 1.0
+    if isinstance(inv_temperature, Tensor):
+        per_row = inv_temperature.data_ptr()
+    elif inv_temperature is not None:
+        scale = inv_temperature
+    logits = torch.empty(rows, columns, dtype=torch.float32, device=device) if want_logits else None
+    call = _C.Sm90Forward(
+        device.index,
+        ELEMENTS[hidden.dtype],
+        rows,
+        depth,
+        columns,
+        hidden.data_ptr(),
+        row,
+        column,
+        weight.data_ptr(),
+        weight_row,
+        weight_column,
+        problem.entropy,
+        PATHS[path],
+    )
+    workspace = torch.empty(call.plan()[1], dtype=torch.uint8, device=device)
+    call.launch(
+        # the handle alone, as compilers for torch get it: making a Stream costs as much as the launch
+        torch._C._cuda_getCurrentRawStream(device.index),
+        workspace.data_ptr(),
+        target_ids.data_ptr(),
+        problem.vocab_start,
+        problem.valid,
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else ELEMENTS[bias.dtype],
+        per_row,
+        scale,
+        problem.softcap or 0.0,
+        0 if logits is None else logits.data_ptr(),
+        columns,
+        records,
+        fold,
+    )
+    return logits
 
 
 def forward(
@@ -48,58 +119,81 @@ def forward(
     [N, V_local] are those before temperature, -inf in padding columns. `path` is for tests: a key of PATHS. The weight
     is never copied; hidden is where its strides alone keep the tensor copy engine from reading it.
     """
-    rows, depth = hidden.shape
-    columns = weight.shape[0]
-    device = hidden.device
-    hidden, weight = plain_strides(hidden), plain_strides(weight)
-    if hidden.dtype != torch.float32 and path != "mma" and readable_by_tma(weight) and not readable_by_tma(hidden):
-        hidden = for_tma(hidden)
-    if bias is not None and bias.stride(0) != 1:
-        bias = bias.contiguous()
-    per_row, scale = None, 1.0
-    if isinstance(inv_temperature, Tensor):
-        per_row = inv_temperature
-    elif inv_temperature is not None:
-        scale = inv_temperature
-    records = new_records(rows, problem.entropy, device)
-    logits = torch.empty(rows, columns, dtype=torch.float32, device=device) if want_logits else None
-    call = _C.Sm90Forward(
-        device=device.index,
-        element=ELEMENTS[hidden.dtype],
-        rows=rows,
-        depth=depth,
-        columns=columns,
-        hidden=hidden.data_ptr(),
-        hidden_row=hidden.stride(0),
-        hidden_column=hidden.stride(1),
-        weight=weight.data_ptr(),
-        weight_row=weight.stride(0),
-        weight_column=weight.stride(1),
-        entropy=problem.entropy,
-        path=PATHS[path],
-    )
-    workspace = torch.empty(call.plan()[1], dtype=torch.uint8, device=device)
-    call.launch(
-        target_ids=target_ids.data_ptr(),
-        vocab_start=problem.vocab_start,
-        valid=problem.valid,
-        bias=0 if bias is None else bias.data_ptr(),
-        bias_element=0 if bias is None else ELEMENTS[bias.dtype],
-        row_inv_temperature=0 if per_row is None else per_row.data_ptr(),
-        inv_temperature=scale,
-        softcap=problem.softcap or 0.0,
-        logits=0 if logits is None else logits.data_ptr(),
-        logits_row=columns,
-        records=records.data_ptr(),
-        workspace=workspace.data_ptr(),
-        stream=torch.cuda.current_stream(device).cuda_stream,
+    records = new_records(hidden.shape[0], problem.entropy, hidden.device)
+    logits = _launch(
+        hidden, weight, bias, target_ids, inv_temperature, problem, want_logits, path, records.data_ptr(), _NO_FOLD
     )
     return records, logits
+
+
+def _folded(
+    x: tuple[Tensor, Tensor, Tensor | None, Tensor, float | Tensor | None],
+    problem: LocalProblem,
+    ignore_index: int,
+    real_vocab_size: int,
+    invalid: str,
+    want_logits: bool,
+    outs: tuple[Tensor | None, ...],  # as FoldedRows has them; None: not wanted
+) -> Tensor | None:
+    fold = _C.FoldRows(
+        ignore_index, real_vocab_size, invalid == "nan", *[0 if out is None else out.data_ptr() for out in outs]
+    )
+    return _launch(*x, problem, want_logits, "auto", 0, fold)
+
+
+def forward_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    ignore_index: int,
+    real_vocab_size: int,
+    invalid: str,
+    *,
+    want_logits: bool = False,
+) -> tuple[FoldedRows, Tensor | None]:
+    """The forward and the fold of a process alone, a launch fewer: the folded rows, and the logits where wanted."""
+    rows, device = hidden.shape[0], hidden.device
+
+    def new(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, dtype=dtype, device=device)
+
+    folded = FoldedRows(new(), new(), new() if problem.entropy else None, new(torch.int32), new(), new())
+    x = (hidden, weight, bias, target_ids, inv_temperature)
+    return folded, _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, folded)
+
+
+def forward_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    ignore_index: int,
+    real_vocab_size: int,
+    invalid: str,
+    *,
+    want_lse: bool,
+    want_logits: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The same without a backward to come: logp, lse, entropy and logits as far as they are wanted, nothing else."""
+    wanted = (True, want_lse, problem.entropy)
+    logp, lse, entropy = (
+        torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device) if want else None for want in wanted
+    )
+    assert logp is not None
+    x, outs = (hidden, weight, bias, target_ids, inv_temperature), (logp, lse, entropy, None, None, None)
+    return logp, lse, entropy, _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, outs)
 
 
 __all__ = [
     "backward",
     "forward",
+    "forward_rows",
+    "forward_scores",
     "kept_bytes_per_row",
     "logits_backward",
     "logits_backward_upstream",

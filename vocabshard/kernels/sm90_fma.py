@@ -11,13 +11,14 @@ from torch import Tensor
 from vocabshard import _C
 from vocabshard.kernels.blockwise import Products
 from vocabshard.kernels.sm90_inputs import ELEMENTS, plain_strides
-from vocabshard.partials import new_records
+
+_NOTHING = _C.FoldRows(0, 0, True, 0, 0, 0, 0, 0, 0)
 
 
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """fp32 [N, D] and [columns, D] of any strides -> [N, columns] with bias, before soft-cap and temperature.
 
-    The records of the block come along and are dropped.
+    Their partials come along and are dropped.
     """
     rows, columns, device = hidden.shape[0], weight.shape[0], hidden.device
     logits = torch.empty(rows, columns, dtype=torch.float32, device=device)
@@ -25,37 +26,37 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return logits
     bias = None if bias is None else bias.contiguous()
     call = _C.Sm90Forward(
-        device=device.index,
-        element=ELEMENTS[torch.float32],
-        rows=rows,
-        depth=hidden.shape[1],
-        columns=columns,
-        hidden=hidden.data_ptr(),
-        hidden_row=hidden.stride(0),
-        hidden_column=hidden.stride(1),
-        weight=weight.data_ptr(),
-        weight_row=weight.stride(0),
-        weight_column=weight.stride(1),
-        entropy=False,
-        path=_C.SM90_PATHS["fma"],
+        device.index,
+        ELEMENTS[torch.float32],
+        rows,
+        hidden.shape[1],
+        columns,
+        hidden.data_ptr(),
+        hidden.stride(0),
+        hidden.stride(1),
+        weight.data_ptr(),
+        weight.stride(0),
+        weight.stride(1),
+        False,
+        _C.SM90_PATHS["fma"],
     )
     target_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-    records = new_records(rows, False, device)
     workspace = torch.empty(call.plan()[1], dtype=torch.uint8, device=device)
     call.launch(
-        target_ids=target_ids.data_ptr(),
-        vocab_start=0,
-        valid=columns,
-        bias=0 if bias is None else bias.data_ptr(),
-        bias_element=0 if bias is None else ELEMENTS[bias.dtype],
-        row_inv_temperature=0,
-        inv_temperature=1.0,
-        softcap=0.0,
-        logits=logits.data_ptr(),
-        logits_row=columns,
-        records=records.data_ptr(),
-        workspace=workspace.data_ptr(),
-        stream=torch.cuda.current_stream(device).cuda_stream,
+        torch.cuda.current_stream(device).cuda_stream,
+        workspace.data_ptr(),
+        target_ids.data_ptr(),
+        0,
+        columns,
+        0 if bias is None else bias.data_ptr(),
+        0 if bias is None else ELEMENTS[bias.dtype],
+        0,
+        1.0,
+        0.0,
+        logits.data_ptr(),
+        columns,
+        0,
+        _NOTHING,
     )
     return logits
 

@@ -11,19 +11,24 @@ _WIDTH = 8  # elements of 16 bytes: what the copy engine's addresses and strides
 
 def readable_by_tma(x: Tensor) -> bool:
     """Whether the tensor copy engine can address it as it lies."""
-    row, column = x.stride()
-    return column == 1 and row > 0 and row % _WIDTH == 0 and x.data_ptr() % 16 == 0
+    return addressable(x.data_ptr(), *x.stride())
+
+
+def addressable(start: int, row: int, column: int) -> bool:
+    """The same of an address and the strides of rows and columns."""
+    return column == 1 and row > 0 and row % _WIDTH == 0 and start % 16 == 0
+
+
+def strides(x: Tensor) -> tuple[int, int]:
+    """Of rows and columns; one that nothing is reached by (of a dimension of size 1) becomes a harmless one."""
+    (rows, depth), (row, column) = x.shape, x.stride()
+    return row if rows > 1 else -(-depth // _WIDTH) * _WIDTH, column if depth > 1 else 1
 
 
 def plain_strides(x: Tensor) -> Tensor:
-    """The same values; a stride that nothing is reached by (a dimension of size 1) becomes a harmless one."""
-    rows, depth = x.shape
-    row, column = x.stride()
-    if rows > 1 and depth > 1:
-        return x
-    column = column if depth > 1 else 1
-    row = row if rows > 1 else -(-depth // _WIDTH) * _WIDTH
-    return x if x.stride() == (row, column) else x.as_strided(x.shape, (row, column), x.storage_offset())
+    """The same values, with `strides`."""
+    harmless = strides(x)
+    return x if x.stride() == harmless else x.as_strided(x.shape, harmless, x.storage_offset())
 
 
 def for_tma(x: Tensor) -> Tensor:
