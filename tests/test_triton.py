@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import vocabshard as vs
-from vocabshard import _C, partials
+from vocabshard import _C, partials, sampling
 from vocabshard.dist.fold import fold as fold_of
 from vocabshard.kernels import cpu
 from vocabshard.kernels.problem import LocalProblem
@@ -378,3 +378,27 @@ def test_compiled_for_sm90() -> None:
                 assert "cp.async.bulk.tensor" in kernel["ptx"], where
             if kernel["name"] in ("linear_partials", "dlogits_block") and case != "fma":
                 assert kernel["stack"] == 0, f"{where} spills {kernel['stack']} bytes"
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "all"])
+def test_records_under_a_cut(epilogue: str) -> None:
+    """Those of the CPU kernels, over logits with equals at the cut; wanted logits are those before it."""
+    case = Case(20, 24, 200, torch.float32, valid=187, **EPILOGUES[epilogue])
+    case.weight[40:80] = case.weight[:40]
+    if case.bias is not None:
+        case.bias[40:80] = case.bias[:40]
+    start = case.problem.vocab_start
+    _, logits = case.run(want_logits=True)
+    z, ids = logits.sort(dim=1, descending=True, stable=True)
+    at = torch.arange(20) * 6
+    places = sampling.place_of(z.gather(1, at[:, None])[:, 0], start + ids.gather(1, at[:, None])[:, 0])
+    cut = torch.where(torch.arange(20) % 5 == 4, sampling.KEEP_ALL, places)
+    case.hidden[3] = NAN
+    want = cpu.forward(*case.arguments, case.problem, want_logits=True, cut=cut)
+    moved = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in case.arguments]
+    for want_logits in (True, False):
+        records, served = triton_linear.forward(*moved, case.problem, want_logits=want_logits, cut=cut.to(DEVICE))
+        assert_same_bytes(records.cpu(), want[0], f"logits wanted: {want_logits}")
+        assert served is None or torch.equal(served.cpu().nan_to_num(7.0), want[1].nan_to_num(7.0))
+    whole, _ = case.run()
+    assert (whole != want[0]).any(0).sum() >= 14, "the cut shows"

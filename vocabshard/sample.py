@@ -52,8 +52,10 @@ def vocab_parallel_sample(
             as in `linear_logp`. hidden [..., D] is the same on every rank.
         program: what is drawn from. Greedy programs take the best column, the lowest id of equals.
         seed: an int of 64 bits, the same on every rank.
-        row_keys: int64 [...], what tells a row's noise from another's: of request and position, say. By default rows
-            have 0, 1, 2, ...: then a row's token depends on where in the batch it stands.
+        row_keys: int64 [...], what tells a row's noise from another's: of request and position, say. Rows of one seed
+            and one key draw with one noise, whatever their logits: no two tokens of a run should share both. By default
+            rows have 0, 1, 2, ...: then a row's token depends on where in the batch it stands, and every step needs a
+            seed of its own.
 
     Returns:
         SampleOutput. token and cut are what a trainer needs: linear_logp(hidden, weight, token, sampling=program,

@@ -20,6 +20,7 @@ from vocabshard.kernels.triton_config import LaunchConfig, launch_config, merge_
 from vocabshard.kernels.triton_launch import chain_of, epilogue_of, launching_on, sm_count_of
 from vocabshard.kernels.triton_partials import add_to_partials, merge_runs, store_counters
 from vocabshard.partials import identity_records, new_records
+from vocabshard.sampling import cut_parts
 from vocabshard.triton_contract import (
     INTERPRETED,
     NAN_BITS,
@@ -148,6 +149,8 @@ def linear_partials(
     bias,
     target_ids,
     inv_temperature,
+    cut_logit,
+    cut_column,
     records,
     logits,
     N,
@@ -180,6 +183,7 @@ def linear_partials(
     TEMPERATURE: tl.constexpr,  # "none", "scalar" or "rows"
     LOGITS: tl.constexpr,  # "none", or stored through "descriptors" or "pointers"
     ENTROPY: tl.constexpr,
+    CUT: tl.constexpr,  # columns that a truncation leaves out count as -inf
 ):
     """Records of a block of rows over a run of column blocks, and their logits where asked for."""
     TILES: tl.constexpr = BN // 64
@@ -203,6 +207,9 @@ def linear_partials(
     next_target = tl.min(tl.where(target >= first * BN, target // BN, NEVER), 0)
     if TEMPERATURE == "rows":
         row_scale = tl.load(inv_temperature + rows, mask=rows < N, other=1.0)
+    if CUT:
+        limit = tl.load(cut_logit + rows, mask=rows < N, other=float("-inf"))
+        last_equal = tl.load(cut_column + rows, mask=rows < N, other=0)
 
     y_max = tl.full([BM, 4], float("-inf"), tl.float32)
     c0 = tl.zeros([BM, 4], tl.int64)
@@ -237,6 +244,9 @@ def linear_partials(
                 corner = logits + (row_block * BM).to(tl.int64) * ln + block * BN
                 at = (tl.arange(0, BM) * ln)[:, None] + tl.arange(0, BN)[None, :]
                 tl.store(corner + at, y, mask=(rows < N)[:, None] & (columns < V_local)[None, :])
+        if CUT:  # a NaN stays
+            beyond = (y == limit[:, None]) & (columns[None, :] > last_equal[:, None])
+            y = tl.where((y < limit[:, None]) | beyond, float("-inf"), y)
         if TEMPERATURE == "scalar":
             y *= scale
         if TEMPERATURE == "rows":
@@ -314,19 +324,21 @@ def forward(
     want_logits: bool = False,
     keep: KeptLogits | None = None,
     launch: LaunchConfig | None = None,
+    cut: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Records int64 [R, N] of this shard, and its fp32 logits [N, V_local] on request.
 
     hidden [N, D] and weight [V_local, D] of one dtype (fp32, bf16, fp16) and any strides; bias [V_local] or None;
     target_ids int64 [N] global; inv_temperature None, a float that fp32 holds, or fp32 [N]. `keep` (of new_kept) gets
-    the logits of its rows. `launch` is for tests: it never changes bytes. Enqueues on the current stream of the
-    tensors' device, without a synchronisation.
+    the logits of its rows. `launch` is for tests: it never changes bytes. cut int64 [N]: what a truncation keeps
+    (vocabshard/sampling.py); logits are those before it. Enqueues on the current stream of the tensors' device, without
+    a synchronisation.
     """
     (N, _), V_local = hidden.shape, weight.shape[0]
     # rows that start at 16 bytes, for the copy engine
     logits = torch.empty(N, -(-V_local // 4) * 4, device=hidden.device)[:, :V_local] if want_logits else None
     if keep is None:
-        return _records(hidden, weight, bias, target_ids, inv_temperature, problem, logits, launch), logits
+        return _records(hidden, weight, bias, target_ids, inv_temperature, problem, logits, launch, cut), logits
     (kept,) = keep.tensors
     columns = kept.shape[1]
     parts = []
@@ -334,7 +346,10 @@ def forward(
         scale = inv_temperature[rows] if isinstance(inv_temperature, Tensor) else inv_temperature
         own = None if bias is None else bias[:width]
         of_part = logits[rows] if logits is not None and to is None else to
-        parts.append(_records(hidden[rows], weight[:width], own, target_ids[rows], scale, problem, of_part, launch))
+        of_rows = None if cut is None else cut[rows]
+        parts.append(
+            _records(hidden[rows], weight[:width], own, target_ids[rows], scale, problem, of_part, launch, of_rows)
+        )
     if logits is not None:
         logits[: keep.rows, :columns] = kept
         logits[: keep.rows, columns:] = float("-inf")
@@ -365,6 +380,7 @@ def _records(
     problem: LocalProblem,
     logits: Tensor | None,
     launch: LaunchConfig | None,
+    cut: Tensor | None,
 ) -> Tensor:
     """Records int64 [R, N]; logits fp32 [N, V_local] or None is written too."""
     (N, D), V_local, device = hidden.shape, weight.shape[0], hidden.device
@@ -388,6 +404,9 @@ def _records(
     records = new_records(N, problem.entropy, device)
     parts = records if runs == 1 else torch.empty(runs, *records.shape, dtype=torch.int64, device=device)
     epilogue = epilogue_of(inv_temperature, problem)
+    limit, last_equal = (None, None) if cut is None else cut_parts(cut)
+    if last_equal is not None:  # as a column of this shard
+        last_equal = (last_equal - problem.vocab_start).clamp(min=-1).to(torch.int32)
     with launching_on(device):
         linear_partials[(triton.cdiv(N, launch.block_m) * runs,)](
             hidden_map,
@@ -399,6 +418,8 @@ def _records(
             bias,
             target_ids,
             epilogue.row_scale,
+            limit,
+            last_equal,
             parts,
             logits,
             N,
@@ -431,6 +452,7 @@ def _records(
             TEMPERATURE=epilogue.temperature,
             LOGITS="none" if logits is None else "pointers" if logits_map is None else "descriptors",
             ENTROPY=problem.entropy,
+            CUT=cut is not None,
             num_warps=launch.warps,
             num_stages=launch.stages,
             **({} if launch.max_registers is None else {"maxnreg": launch.max_registers}),
