@@ -439,7 +439,7 @@ def test_gradients_flow_through_kept_columns_alone(
 ) -> None:
     hidden, weight, bias = inputs(21, 24, 160)
     if backend == "cpu by blocks":
-        monkeypatch.setattr(cpu, "TAKES_CUT", False)
+        monkeypatch.setattr(cpu, "TAKES_CUT", ())
         monkeypatch.setattr(truncated, "LOGITS_BYTES", 4 * 4 * 160)
     drawn = vocab_parallel_sample(hidden, weight, bias, program=FEW, seed=2, softcap=cap, backend=backend.split()[0])
     kept = ~S.left_out(

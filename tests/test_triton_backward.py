@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 import vocabshard as vs
+from vocabshard import sampling
+from vocabshard.dist.fold import fold
+from vocabshard.kernels import cpu
 from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.testing.compare import assert_same_bytes
 
@@ -267,3 +270,42 @@ def test_kept_logits_give_the_bytes_of_logits_made_again() -> None:
                 assert_same_bytes(grad, expect, f"{name}, {rows} rows kept")
             elif expect is not None:
                 torch.testing.assert_close(grad, expect, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("softcap, temperature", [(None, None), (4.0, "rows")])
+def test_gradients_under_a_cut(kept: bool, softcap: float | None, temperature: str | None) -> None:
+    """Those of the CPU kernels, and exactly 0 in columns that no row keeps; from kept logits too."""
+    case = Case(20, 24, 210, valid=200, bias=True, softcap=softcap, temperature=temperature, start=48)
+    problem = LocalProblem(48, 200, softcap, True)
+    target = case.target + 48
+    rows = (case.hidden, case.weight, case.bias, target, case.scale, problem)
+    logits = cpu.forward(*rows, want_logits=True)[1][:, :200]
+    order = sampling.place_of(logits, torch.arange(48, 248)).sort(dim=1, descending=True).values
+    cut = order[:, 6].clone()
+    cut[::4] = order[::4, 0]
+    target[2] = 0 if bool(sampling.left_out(logits[2:3], 48, cut[2:3])[0, 0]) else 1  # and one on another rank
+    target[3] = 48 + int(sampling.left_out(logits[3:4], 48, cut[3:4])[0].nonzero()[0])
+    folded = fold("cpu", cpu.forward(*rows, cut=cut)[0][None], target, -100, 248, "nan")
+    saved = SavedRows(folded.lse2_int, folded.lse2_frac, folded.entropy)
+    up = case.upstream
+    grads = RowGrads(up[0].contiguous(), (up[1] - up[0]).contiguous(), up[2].contiguous())
+    want = cpu.backward(*rows, saved, grads, EVERY, cut=cut)
+
+    def there(x):
+        return x.to(DEVICE) if isinstance(x, Tensor) else x
+
+    moved, plan = [there(x) for x in rows], ORDINARY
+    if kept:
+        keep = triton_linear.new_kept(13, 200, torch.float32, torch.device(DEVICE))
+        records, _ = triton_linear.forward(*moved, keep=keep, cut=cut.to(DEVICE))
+        assert_same_bytes(records.cpu(), cpu.forward(*rows, cut=cut)[0], "records")
+        plan = GradPlan(kept=keep)
+    of_rows = (SavedRows(*map(there, saved)), RowGrads(*map(there, grads)))
+    got = triton_backward.backward(*moved, *of_rows, EVERY, plan, cut=cut.to(DEVICE))
+    for a, b in zip(got, want, strict=True):
+        assert a is not None and b is not None
+        assert float((a.cpu() - b).abs().max()) < 1e-5 * max(1, float(b.abs().max()))
+    counted = (up != 0).any(0)
+    never = sampling.left_out(logits, 48, cut)[counted].all(0)
+    assert int(never.sum()) > 50 and not got[1][:200][never].any() and not got[2][:200][never].any()

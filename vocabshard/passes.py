@@ -62,7 +62,7 @@ class Call:
             return None
         size = self.kernel.kept_bytes_per_row(self.problem.valid, weight.dtype)
         kept = None
-        if x.cut is not None and not truncated.takes_cut(self.kernel):
+        if x.cut is not None and not truncated.takes_cut(self.kernel, "backward"):
             self.outcome.saved_reason = f"backend {self.backend!r} always recomputes under a truncation"
         elif size == 0:
             self.outcome.saved_reason = f"backend {self.backend!r} always recomputes"

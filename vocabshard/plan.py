@@ -270,7 +270,7 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
 
 def _continues_chain(request: Request, choice: kernels.Choice, dtype: torch.dtype) -> bool:
     truncates = request.sampling is not None and (request.sampling.truncates or request.cut_given)
-    whole = not truncates or takes_cut(kernels.module(choice.backend))
+    whole = not truncates or takes_cut(kernels.module(choice.backend), "backward")
     return whole and kernels.continues_chain(choice.backend, dtype)
 
 

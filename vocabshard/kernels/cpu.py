@@ -120,7 +120,7 @@ def forward(
     return records, logits
 
 
-TAKES_CUT = True
+TAKES_CUT = ("forward", "backward", "logits_forward", "logits_backward")
 # grad_hidden goes on from given accumulators as one ascending chain
 CONTINUES_CHAIN = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -10,6 +10,7 @@ from vocabshard.kernels.triton_logits import logits_backward, logits_forward
 
 # grad_hidden goes on from given accumulators as one ascending chain
 CONTINUES_CHAIN = (torch.float32, torch.bfloat16, torch.float16)
+TAKES_CUT = ("forward", "backward")
 
 __all__ = [
     "backward",

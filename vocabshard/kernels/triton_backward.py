@@ -27,6 +27,7 @@ from vocabshard.kernels.triton_config import (
 from vocabshard.kernels.triton_dlogits import add_parts, dlogits_block, inspect_rows
 from vocabshard.kernels.triton_launch import Epilogue, chain_of, epilogue_of, launching_on, mappable, sm_count_of
 from vocabshard.kernels.triton_products import product
+from vocabshard.sampling import cut_parts
 
 INSPECTED = 64  # rows of a program of inspect_rows
 SUMMED = 256  # columns of a program of add_parts
@@ -45,9 +46,10 @@ def backward(
     how: GradPlan = ORDINARY,
     *,
     launch: GradLaunch | None = None,
+    cut: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The kernel interface's backward (vocabshard/kernels/problem.py). Logits are made again,
-    but for rows that were kept.
+    """The kernel interface's backward (vocabshard/kernels/problem.py). Logits are made again, but for rows that were
+    kept. cut int64 [N]: what a truncation keeps (vocabshard/sampling.py); other columns get and give nothing.
 
     Enqueues on the current stream of the tensors' device, without a synchronisation. `launch` is for tests: it changes
     no byte of grad_hidden and grad_weight.
@@ -81,7 +83,8 @@ def backward(
             sm_count_of(hidden.device),
         )
     rows_step, columns_step = min(launch.rows, N), min(launch.columns, columns)
-    call = _Call(hidden, weight, bias, target_ids, epilogue_of(inv_temperature, problem), problem, saved, grads, launch)
+    epilogue, limits = epilogue_of(inv_temperature, problem), (None, None) if cut is None else cut_parts(cut)
+    call = _Call(hidden, weight, bias, target_ids, epilogue, problem, saved, grads, launch, *limits)
     new = hidden.new_empty
     buffer = new(rows_step, -(-columns_step // 16) * 16) if needs.hidden or needs.weight else None
     to_weight = how.main_grad if grad_weight is None else grad_weight
@@ -134,6 +137,8 @@ class _Call:
     saved: SavedRows
     grads: RowGrads
     launch: GradLaunch
+    cut_logit: Tensor | None  # fp32 [N]
+    cut_tie: Tensor | None  # int64 [N], global ids
 
     @property
     def entropy(self) -> bool:
@@ -237,6 +242,8 @@ def _dlogits_of(
         kept,
         of_rows(call.target_ids),
         of_rows(epilogue.row_scale),
+        of_rows(call.cut_logit),
+        of_rows(call.cut_tie),
         of_rows(call.saved.lse2_int),
         of_rows(call.saved.lse2_frac),
         of_rows(call.saved.entropy) if entropy else None,
@@ -269,6 +276,7 @@ def _dlogits_of(
         TEMPERATURE=epilogue.temperature,
         ENTROPY=entropy,
         STORE=out is not None,
+        CUT=call.cut_logit is not None,
         SUMS=sums is not None,
         num_warps=launch.warps,
         num_stages=launch.stages,

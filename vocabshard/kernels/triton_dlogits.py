@@ -58,6 +58,8 @@ def dlogits_block(
     kept,
     target_ids,
     inv_temperature,
+    cut_logit,
+    cut_tie,
     lse2_int,
     lse2_frac,
     entropy,
@@ -92,6 +94,7 @@ def dlogits_block(
     TEMPERATURE: tl.constexpr,
     ENTROPY: tl.constexpr,
     STORE: tl.constexpr,
+    CUT: tl.constexpr,  # columns that a truncation leaves out count as -inf
     SUMS: tl.constexpr,  # sums over the rows of each row block go to `sums`, fp32 [row blocks, width]
 ):
     """dlogits [N, width] in the operands' dtype, exactly 0 in masked columns and in rows without a gradient.
@@ -148,6 +151,12 @@ def dlogits_block(
                 y = softcap_pinned(z, cap, cap_reciprocal, SOFTCAP == "quick")
             tanh = y * cap_reciprocal
             slope = tl.where(tl.abs(y) < float("inf"), 1.0 - tanh * tanh, 0.0)  # 0 for infinities, which pass
+        if CUT:  # a NaN stays
+            limit = tl.load(cut_logit + rows, mask=here, other=float("-inf"))
+            last = tl.load(cut_tie + rows, mask=here, other=0) - first_id
+            last = tl.minimum(tl.maximum(last, -1), 2147483647).to(tl.int32)  # a column of this block
+            beyond = (y == limit[:, None]) & (columns[None, :] > last[:, None])
+            y = tl.where((y < limit[:, None]) | beyond, float("-inf"), y)
         if TEMPERATURE == "scalar":
             y *= scale
             row_scale = tl.full([BM], scale, tl.float32)

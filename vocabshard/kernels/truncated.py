@@ -1,7 +1,7 @@
 """Truncations for kernel modules that have none of their own: logits in bounded blocks, cut, and into their kernels.
 
-A module with `TAKES_CUT = True` takes cut= in forward, backward, logits_forward and logits_backward by itself. cut is
-int64 [N] (vocabshard/sampling.py); columns that it leaves out count as logits of -inf.
+A module takes cut= by itself in those of forward, backward, logits_forward and logits_backward that `TAKES_CUT` names.
+cut is int64 [N] (vocabshard/sampling.py); columns that it leaves out count as logits of -inf.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vocabshard.sampling import left_out
 LOGITS_BYTES = 1 << 28  # of the fp32 logits of a block
 
 
-def takes_cut(kernel: ModuleType) -> bool:
-    """Whether the module's own kernels truncate."""
-    return bool(getattr(kernel, "TAKES_CUT", False))
+def takes_cut(kernel: ModuleType, function: str) -> bool:
+    """Whether that function of the module truncates by itself."""
+    return function in getattr(kernel, "TAKES_CUT", ())
 
 
 def row_blocks(rows: int, columns: int) -> Iterator[slice]:
@@ -54,7 +54,7 @@ def logits_forward(
     problem = replace(problem, softcap=None)
     if cut is None:
         return kernel.logits_forward(logits, target_ids, inv_temperature, problem)
-    if takes_cut(kernel):
+    if takes_cut(kernel, "logits_forward"):
         return kernel.logits_forward(logits, target_ids, inv_temperature, problem, cut=cut)
     return kernel.logits_forward(without_cut(logits, problem, cut), target_ids, inv_temperature, problem)
 
@@ -73,7 +73,7 @@ def forward(
     **keep: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The kernel interface's forward under a cut; wanted logits are those before it."""
-    if takes_cut(kernel):
+    if takes_cut(kernel, "forward"):
         return kernel.forward(
             hidden, weight, bias, target_ids, inv_temperature, problem, want_logits=want_logits, cut=cut, **keep
         )
@@ -107,7 +107,7 @@ def backward(
     cut: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The kernel interface's backward under a cut. Sums are fp32, in the order of a library's products."""
-    if takes_cut(kernel):
+    if takes_cut(kernel, "backward"):
         return kernel.backward(
             hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how, cut=cut
         )
