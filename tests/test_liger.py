@@ -99,6 +99,15 @@ def test_scaled_is_our_logp() -> None:
     assert_same_bytes(-ScaledCE.apply(hidden, weight, target, 0.7), logp)
 
 
+def test_selected_tokens_under_autocast() -> None:
+    """The target's own log-prob among them, from the same cast operands."""
+    hidden, weight, target, *_ = scaled_inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        nll, chosen = ScaledCE.apply(hidden, weight, target, 0.7, selected_token_ids=torch.arange(13))
+    counts = target != -100
+    torch.testing.assert_close(chosen[counts].gather(1, target[counts, None])[:, 0], -nll[counts], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("module", ["ours", "theirs"])
 def test_scaled_refusals_are_of_the_same_type(module: str) -> None:
     function = ScaledCE if module == "ours" else theirs("ops", "LigerFusedLinearScaledCrossEntropyFunction")

@@ -185,6 +185,14 @@ def test_all_greedy(mode: str) -> None:
     assert_told(out.logprobs_tensors, Sampler(mode).told(logits.log_softmax(-1), logits.argmax(-1), of))
 
 
+def test_no_rows() -> None:
+    lm_head, processor, hidden, _ = head()
+    none = torch.empty(0)
+    for of in (Metadata(), Metadata(all_greedy=False, temperature=none, top_k=none.long(), max_num_logprobs=2)):
+        out = vllm.HeadSampler(lm_head, processor)(hidden[:0], of)
+        assert out.sampled_token_ids.shape == (0, 1)
+
+
 def test_log_probs_are_the_trainers() -> None:
     """What the engine records is what `linear_logp` gives for it, to the byte."""
     lm_head, processor, hidden, _ = head(dtype=torch.bfloat16)

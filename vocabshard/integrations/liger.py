@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vocabshard import checks
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.functional import linear_logp, vocab_parallel_logp
 from vocabshard.integrations import losses
@@ -283,8 +284,12 @@ def _scaled(
     if out.entropy is not None:  # ours is that of ignored rows too
         outputs.append(out.entropy.masked_fill(ignored, 0.0))
     if selected is not None:
+        rows = F.embedding(selected, weight)
+        if checks.autocasting(hidden.device.type):  # as linear_logp has cast them
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, rows = hidden.to(dtype), rows.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = hidden.float() @ F.embedding(selected, weight).float().t()
+            logits = hidden.float() @ rows.float().t()
         chosen = logits / temperature - out.lse[..., None]
         outputs.append(chosen.masked_fill(ignored[..., None], 0.0))
     return outputs[0] if len(outputs) == 1 else tuple(outputs)

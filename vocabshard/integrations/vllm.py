@@ -281,6 +281,6 @@ def _groups(of: Any, count: int, vocabulary: int, device: torch.device) -> list[
     for row in range(count):
         program = GREEDY if greedy[row] else SamplingProgram.of(min_p=min_p[row], top_k=top_k[row], top_p=top_p[row])
         found.setdefault(program, []).append(row)
-    if len(found) == 1:
-        return [_Rows(None, program) for program in found]
+    if len(found) <= 1:
+        return [_Rows(None, program) for program in found or (GREEDY,)]
     return [_Rows(torch.tensor(rows, device=device), program) for program, rows in found.items()]
