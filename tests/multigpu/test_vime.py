@@ -152,3 +152,26 @@ def test_a_group_scores_or_falls_back_together(ranks: Ranks) -> None:
         if place.cp_rank == 0:
             with pytest.raises(vime.ProviderConfigurationError, match=said):
                 engine.compute(request, vime.strict_provider, "strict", never)
+
+
+def test_top_p_is_replayed(ranks: Ranks) -> None:
+    """Drawn by one process, scored at tensor parallel 2: by the cut, by the program alone, by the ids."""
+    place = Place(ranks, SMALL)
+    hidden, weight, _ = inputs(place, SMALL.hidden_size, torch.float32)
+    program = vs.SamplingProgram.of(temperature=0.8, top_p=0.9)
+    drawn = vs.vocab_parallel_sample(hidden, weight, program=program, seed=1, real_vocab_size=250, topk=250)
+    ids = torch.where(torch.isneginf(drawn.top_logp), -1, drawn.top_ids)[place.rows]
+    cut = drawn.cut[place.rows]
+    for metadata in (
+        {"sampling": program, "sampling_cut": cut},
+        {"sampling": program.as_list()},
+        {"top_p_sparse_token_ids": ids},
+    ):
+        request = place.request(hidden, weight, drawn.token, temperature=0.8, metadata=metadata)
+        logp, entropy, _ = engine.compute(request, vime.strict_provider, "strict", never)
+        assert_same_bytes(logp[:, 0], drawn.logp[place.rows], str(list(metadata)))
+        whole = vs.linear_logp(
+            hidden[place.rows], weight, drawn.token[place.rows], temperature=0.8, real_vocab_size=250,
+            return_entropy=True,
+        )  # fmt: skip
+        assert_same_bytes(entropy, whole.entropy, "of the whole distribution")
