@@ -21,6 +21,7 @@ from vocabshard.kernels import sampling_torch, truncated
 from vocabshard.partials import FoldedRows
 from vocabshard.passes import Call, LinearOperands
 
+_TEMPORARIES = 16  # that torch operations make of a block, of twice its size for the most part
 _LEAST_COLUMNS = 16384  # a row's histograms take 32 KiB, and as much again as they are added up, however narrow it is
 
 
@@ -66,6 +67,8 @@ def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sample
 
 def _row_blocks(call: Call, x: LinearOperands) -> list[slice]:
     width = max(call.widest, _LEAST_COLUMNS)
+    if sampling_torch.functions(call.kernel).ran == sampling_torch.RAN_TORCH:
+        width *= _TEMPORARIES
     return list(truncated.row_blocks(x.target_ids.shape[0], width)) or [slice(0, 0)]
 
 

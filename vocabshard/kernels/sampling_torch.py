@@ -20,6 +20,7 @@ from vocabshard.kernels.problem import LocalProblem
 
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 WORD = 0xFFFFFFFF
+RAN_TORCH = "torch operations"
 FUNCTIONS = ("maxima", "histogram", "floor", "equal", "draw", "best", "before")
 
 
@@ -33,7 +34,7 @@ def functions(module: ModuleType) -> SimpleNamespace:
         kernel = getattr(module, f"sampling_{function}", None)
         own += kernel is not None
         found[function] = kernel or getattr(here, f"sampling_{function}")
-    ran = name if own == len(FUNCTIONS) else f"{name}, torch operations" if own else "torch operations"
+    ran = name if own == len(FUNCTIONS) else f"{name}, {RAN_TORCH}" if own else RAN_TORCH
     return SimpleNamespace(ran=ran, **found)
 
 
