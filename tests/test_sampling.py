@@ -102,7 +102,9 @@ def test_cuts_are_those_of_the_specification_at_every_w(program: SamplingProgram
     scale = None if not T else S.struct.unpack("f", S.struct.pack("f", 1 / T))[0]
     want = torch.tensor([spec.cut_of_row(row, 1.0 if scale is None else scale, program) for row in z])
     assert (want != S.KEEP_ALL).sum() >= 18
-    for bounds in BOUNDS.values():
+    for W, bounds in BOUNDS.items():
+        if kernel == "torch" and W != 3:  # in every W the same integers as the CPU's: below
+            continue
         got, _ = find(KERNELS[kernel], in_shards(z, bounds), scale, program)
         assert torch.equal(got, want), (bounds, (got != want).nonzero()[0])
 
