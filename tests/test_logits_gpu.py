@@ -119,7 +119,7 @@ def many_kinds(v: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [None, 0.6, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("v", [32768, 50257, 4104, 520])
+@pytest.mark.parametrize("v", [98320, 32768, 50257, 4104, 520])
 def test_large_problems_equal_the_cpu(dtype: torch.dtype, v: int, temperature: float | None) -> None:
     logits = many_kinds(v, dtype)
     target = torch.randint(0, v, (len(logits),), generator=torch.Generator().manual_seed(1))
@@ -429,6 +429,20 @@ def test_rows_out_of_range_touch_nothing() -> None:
     assert logp.isnan().tolist() == [False, True, False, True, True]
     logp[[0, 2]].sum().backward()
     assert (x.grad[[1, 2, 3]] == 0).all()
+
+
+def test_rows_of_a_large_problem() -> None:
+    x = torch.randn(700, 16392, device="cuda").bfloat16()
+    target = torch.randint(0, 16392, (700,), device="cuda")
+    target[::5] = 16391  # in the columns behind the last whole tile
+    whole = score(x, target)
+    order = torch.randperm(700, device="cuda").repeat(2)[:1111]
+    assert_same_output(score(x, target[order], rows=order), whole, "rows=", order)
+    bad = order.clone()
+    bad[::3] = 700
+    some = score(x, target[order], rows=bad, validate=False)
+    assert some.logp[::3].isnan().all() and some.lse[::3].isnan().all()
+    assert_same_bytes(some.logp[1::3], whole.logp[order[1::3]], "beside rows out of range")
 
 
 def test_another_stream_at_the_same_time() -> None:

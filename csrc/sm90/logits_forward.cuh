@@ -251,6 +251,7 @@ constexpr int kMostWorkers = 32;  // of a multiprocessor
 
 struct Device {
   int multiprocessors, shared_bytes;  // shared memory that a block may have
+  int capability;                     // its major number
 };
 
 inline Device current_device() {
@@ -262,6 +263,7 @@ inline Device current_device() {
   Device device = {};
   check(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index),
         "shared memory of a block");
+  check(cudaDeviceGetAttribute(&device.capability, cudaDevAttrComputeCapabilityMajor, index), "compute capability");
   check(cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, index), "multiprocessor count");
   if (index < kDevices) known[index] = device;
   return device;
@@ -271,6 +273,13 @@ inline int multiprocessors() { return current_device().multiprocessors; }
 
 inline int64_t most_workers() { return static_cast<int64_t>(multiprocessors()) * kMostWorkers; }
 
+// Parts of rows that a launch by lots may have.
+inline int64_t most_parts() { return 3 * most_workers(); }
+
+// Leading words of the workspace that are zero between launches: arrivals at shared rows of launches of the one kind,
+// then a counter of lots and arrivals of the other kind.
+inline int64_t zeroed_words() { return most_workers() + 2 + most_parts(); }
+
 template <typename T, bool kEntropy, bool kScaled, bool kAligned, bool kTable, int kWarps, int kBlocks, int kAhead>
 void launch_forward(ForwardParams params, void* workspace, cudaStream_t stream) {
   static_assert(kWarps * kBlocks <= kMostWorkers, "the workspace has no more");
@@ -278,7 +287,7 @@ void launch_forward(ForwardParams params, void* workspace, cudaStream_t stream) 
   params.workers = static_cast<uint32_t>(
       min(params.outputs * params.steps, static_cast<int64_t>(multiprocessors()) * kWarps * kBlocks));
   params.arrivals = static_cast<uint32_t*>(workspace);
-  params.shared = reinterpret_cast<int64_t*>(params.arrivals + most_workers());
+  params.shared = reinterpret_cast<int64_t*>(params.arrivals + zeroed_words());
   const auto kernel = forward_kernel<T, kEntropy, kScaled, kAligned, kTable, kWarps, kBlocks, kAhead>;
   constexpr int kShared = kTable ? Table::kBytes : 0;
   if (kShared > 0)

@@ -15,8 +15,11 @@ constexpr int kOtherShared = 12 * 1024;        // of a block with a table, besid
 
 }  // namespace
 
-int64_t logits_workspace_bytes() { return most_workers() * (4 + 2 * 8 * kPartialWords); }
-int64_t logits_workspace_zeroed_bytes() { return most_workers() * 4; }
+int64_t logits_workspace_bytes() {
+  const int64_t shared = max(most_workers() * 2 * kPartialWords, most_parts() * (1 + kLimbs));
+  return 4 * zeroed_words() + 8 * shared;
+}
+int64_t logits_workspace_zeroed_bytes() { return 4 * zeroed_words(); }
 
 void logits_forward(const Matrix& logits, const int64_t* source, int64_t outputs, const RowInputs& rows,
                     const Problem& problem, int64_t* records, const LogitsFold& fold, void* workspace, void* stream) {
@@ -45,7 +48,9 @@ void logits_forward(const Matrix& logits, const int64_t* source, int64_t outputs
                  outputs * problem.valid >= kTableElements &&
                  current_device().shared_bytes >= static_cast<int>(Table::kBytes) + kOtherShared;
   const auto s = static_cast<cudaStream_t>(stream);
-  if (logits.dtype == kBF16 && choice.table && !choice.entropy)
+  if (logits.dtype == kBF16 && choice.table && !choice.entropy && choice.aligned && current_device().capability == 9)
+    forward_bf16_ring(params, choice, workspace, s);
+  else if (logits.dtype == kBF16 && choice.table && !choice.entropy)
     forward_bf16_table(params, choice, workspace, s);
   else if (logits.dtype == kBF16)
     forward_bf16(params, choice, workspace, s);

@@ -14,6 +14,8 @@ struct ForwardChoice {
 
 void forward_bf16(const ForwardParams& params, const ForwardChoice& choice, void* workspace, cudaStream_t stream);
 void forward_bf16_table(const ForwardParams& params, const ForwardChoice& choice, void* workspace, cudaStream_t stream);
+// Compute capability 9.0.
+void forward_bf16_ring(const ForwardParams& params, const ForwardChoice& choice, void* workspace, cudaStream_t stream);
 void forward_f16(const ForwardParams& params, const ForwardChoice& choice, void* workspace, cudaStream_t stream);
 void forward_f32(const ForwardParams& params, const ForwardChoice& choice, void* workspace, cudaStream_t stream);
 

@@ -130,24 +130,36 @@ VS_DEVICE float row_scale(const ForwardParams& p, int64_t m) {
   return p.rows.inv_temperature ? p.rows.inv_temperature[m] : p.rows.scalar_inv_temperature;
 }
 
+// What a row needs from elsewhere when it ends.
+struct RowTarget {
+  int64_t id;
+  float scale, y;  // NaN: the target is not here
+  bool exists;
+};
+
+template <typename T, bool kScaled>
+VS_DEVICE RowTarget row_target(const ForwardParams& params, uint32_t m) {
+  RowTarget t = {params.rows.target_ids[m], row_scale<kScaled>(params, m), quiet_nan(), row_exists(params, m)};
+  const int64_t local = t.id - params.vocab_start;
+  if (local >= 0 && local < params.valid && t.exists)
+    t.y = mul(load_element<T>(row_address(params, m) + local * T::kBytes), t.scale);
+  return t;
+}
+
 // By one lane.
-template <typename T, bool kEntropy, bool kScaled>
-VS_DEVICE void finish_row(const ForwardParams& params, uint32_t m, Partial p) {
-  const float scale = row_scale<kScaled>(params, m);
-  const int64_t id = params.rows.target_ids[m], local = id - params.vocab_start;
-  const bool exists = row_exists(params, m);
-  if (params.valid > 0 && (is_nan(scale) || !exists)) p.y_max = quiet_nan();  // of a bad scale every y is NaN
-  if (local >= 0 && local < params.valid && exists)
-    p.y_target = mul(load_element<T>(row_address(params, m) + local * T::kBytes), scale);
+template <bool kEntropy>
+VS_DEVICE void finish_row(const ForwardParams& params, uint32_t m, Partial p, const RowTarget& t) {
+  if (params.valid > 0 && (is_nan(t.scale) || !t.exists)) p.y_max = quiet_nan();  // of a bad scale every y is NaN
+  p.y_target = t.y;
   partial_finish(p);
   if (params.records) {
     record_store<kEntropy>(params.records + m, params.outputs, p);
     return;
   }
   const LogitsFold& fold = params.fold;
-  const int target = id == fold.ignore_index                ? kTargetIgnored
-                     : id >= 0 && id < fold.real_vocab_size ? kTargetScored
-                                                            : kTargetInvalid;
+  const int target = t.id == fold.ignore_index                  ? kTargetIgnored
+                     : t.id >= 0 && t.id < fold.real_vocab_size ? kTargetScored
+                                                                : kTargetInvalid;
   const Folded f = fold_finish<kEntropy>(p, target, fold.invalid_is_nan);
   fold.out.lse[m] = f.lse;
   if constexpr (kEntropy) fold.out.entropy[m] = f.entropy;
@@ -196,7 +208,7 @@ __device__ __noinline__ void settle(const ForwardParams& params, uint32_t worker
       complete = true;
     }
   }
-  if (complete) finish_row<T, kEntropy, kScaled>(params, m, p);
+  if (complete) finish_row<kEntropy>(params, m, p, row_target<T, kScaled>(params, m));
   __syncwarp();
 }
 

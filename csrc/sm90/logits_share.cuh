@@ -161,6 +161,28 @@ struct Share {
     return ((most ^ limits.low) | (above ^ limits.high)) == 0;
   }
 
+  // The same for two tiles.
+  VS_DEVICE bool plain2(const uint32_t (&a)[kWords<T>], const uint32_t (&b)[kWords<T>]) {
+    see(a);
+    see(b);
+    return inside(a, b);
+  }
+
+  VS_DEVICE bool inside(const uint32_t (&a)[kWords<T>], const uint32_t (&b)[kWords<T>]) const {
+    static_assert(T::kBytes == 2, "");
+    uint32_t most = limits.low;
+#pragma unroll
+    for (int i = 0; i < kWords<T>; ++i) most = __vimax3_u16x2(a[i], b[i], most);
+    const uint32_t above = T::max2(maximum, limits.high);
+    return ((most ^ limits.low) | (above ^ limits.high)) == 0;
+  }
+
+  // To the position of what has been seen.
+  VS_DEVICE void rise(float scale, float limit) {
+    const float all = y_max(scale);
+    if (!is_neg_inf(all) && !poisons(all)) rise_to(exp_k(clamp_logit(all)), scale, limit);
+  }
+
   VS_DEVICE void add_tile(const float (&y)[kTile]) {
     float e[kTile];
 #pragma unroll

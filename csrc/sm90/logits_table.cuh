@@ -25,15 +25,18 @@ struct Table {
     }
   }
 
-  // The sum of the exponentials of eight logits; base: the shared address of what pattern 0 would have.
+  // The sum of the exponentials of two logits; base: the shared address of what pattern 0 would have.
+  VS_DEVICE static float pair(uint32_t w, uint32_t base) {
+    // from either side to at least 2^-26: as signed integers negative patterns grow with their size, too
+    const uint32_t x = __vmaxu2(__vmaxs2(w, 0xb280b280u), 0x32803280u);
+    return add(load_shared(place_of_low(x, base)), load_shared(place_of_high(x, base)));
+  }
+
+  // Of eight.
   VS_DEVICE static float sum(const uint32_t* w, uint32_t base) {
     float pair[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // from either side to at least 2^-26: as signed integers negative patterns grow with their size, too
-      const uint32_t x = __vmaxu2(__vmaxs2(w[i], 0xb280b280u), 0x32803280u);
-      pair[i] = add(load_shared(place_of_low(x, base)), load_shared(place_of_high(x, base)));
-    }
+    for (int i = 0; i < 4; ++i) pair[i] = Table::pair(w[i], base);
     return add(add(pair[0], pair[1]), add(pair[2], pair[3]));
   }
 
