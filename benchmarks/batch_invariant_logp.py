@@ -61,8 +61,12 @@ def _ours(x: Tensor, target: Tensor) -> Tensor:
     return -vs.batch_invariant_logp(x, target)
 
 
+def _logp_in_place(x: Tensor, target: Tensor) -> Tensor:
+    return vs.batch_invariant_logp(x, target, inplace_backward=True)
+
+
 def _ours_in_place(x: Tensor, target: Tensor) -> Tensor:
-    return -vs.batch_invariant_logp(x, target, inplace_backward=True)
+    return -_logp_in_place(x, target)
 
 
 def _torch(x: Tensor, target: Tensor) -> Tensor:
@@ -164,7 +168,7 @@ def extra_memory(call: Callable[[], object], given: set[int]) -> tuple[float, fl
     assert isinstance(kept, Tensor)
     if kept.untyped_storage().data_ptr() not in given:
         own -= -(-kept.untyped_storage().nbytes() // 512) * 512  # as the allocator rounds
-    return own / 2**20, (before - empty) / 2**20
+    return max(own, 0) / 2**20, (before - empty) / 2**20
 
 
 def scored(candidate: Candidate, x: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,6 +186,9 @@ def time_shape(candidates: list[Candidate], rows: int, columns: int, rounds: int
         x[begin : begin + 1024].normal_()
     target = torch.randint(0, columns, (rows,), device=DEVICE)
     g = upstream(rows)
+    upstreams = {
+        (logp, t): (g if logp else -g).to(t) for logp in (True, False) for t in (torch.float32, torch.bfloat16)
+    }
     other = x.clone()
 
     def both(c: Candidate) -> Callable[[], object]:
@@ -189,8 +196,8 @@ def time_shape(candidates: list[Candidate], rows: int, columns: int, rounds: int
         leaf = (other if c.overwrites else x).detach().requires_grad_()
 
         def call() -> object:
-            nll = c.nll(leaf.view_as(leaf), target)
-            return torch.autograd.grad(nll, leaf, -g.to(nll.dtype))[0]
+            loss = (c.logp or c.nll)(leaf.view_as(leaf), target)
+            return torch.autograd.grad(loss, leaf, upstreams[c.logp is not None, loss.dtype])[0]
 
         return call
 
@@ -483,7 +490,7 @@ def main() -> None:
         parser.error("--device cpu measures no times: say --parts accuracy,invariance")
     candidates = [
         Candidate("vocabshard", _ours, "vocabshard", logp=vs.batch_invariant_logp),
-        Candidate("vocabshard in place", _ours_in_place, "vocabshard", overwrites=True),
+        Candidate("vocabshard in place", _ours_in_place, "vocabshard", overwrites=True, logp=_logp_in_place),
     ]
     missing = {}
     for name in PEERS if args.peers == "available" else filter(None, args.peers.split(",")):
