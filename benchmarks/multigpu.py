@@ -92,8 +92,9 @@ class NoSum(HiddenSum):
     """Leaves each rank its own share."""
 
     def start(self, grad_hidden: Tensor) -> None:
-        rows = grad_hidden.shape[0] // dist.get_world_size() if self._own_rows else grad_hidden.shape[0]
-        self._pending = Pending(grad_hidden[:rows])
+        share = self._own_rows and self._parts == 1  # of several parts one is this rank's as it is
+        rows = grad_hidden.shape[0] // self._size if share else grad_hidden.shape[0]
+        self._pending.append(Pending(grad_hidden[:rows]))
 
 
 @contextmanager
