@@ -51,12 +51,16 @@ def usable(z: list[float], scales: list[float]) -> bool:
     return all(-LOGIT_LIMIT < y <= LOGIT_LIMIT for y in of_scales)
 
 
+def scales_of(scale: float, program: SamplingProgram) -> list[float]:
+    """All that y has in a program."""
+    return [scale] if all(step.scaled for step in program.steps) else [scale, 1.0]
+
+
 def cut_of_row(z: Tensor, scale: float, program: SamplingProgram) -> int:
     """The place of the last kept column of z fp32 [V]; equals of it that are all kept make the low word 0."""
     values = z.tolist()
     steps = program.steps
-    scales = [scale] if all(step.scaled for step in steps) else [scale, 1.0]
-    if not steps or not usable(values, scales):
+    if not steps or not usable(values, scales_of(scale, program)):
         return KEEP_ALL
     best_first = sorted(range(len(values)), key=lambda v: -place(values[v], v))
     kept = best_first
@@ -142,6 +146,9 @@ def racers(z: Tensor, scale: float, cut: int, seed: int, row: int, first: int = 
         yield bits - int(k[i]) * 2**23, v
 
 
-def token(z: Tensor, scale: float, cut: int, seed: int, row: int) -> int:
+def token(z: Tensor, scale: float, program: SamplingProgram, seed: int, row: int) -> int:
     """The column drawn of z fp32 [V]; -1 where there is no distribution."""
-    return min(racers(z, scale, cut, seed, row), default=(0, -1))[1] if usable(z.tolist(), [scale]) else -1
+    if not usable(z.tolist(), scales_of(scale, program)):
+        return -1
+    cut = cut_of_row(z, scale, program)
+    return min(racers(z, scale, cut, seed, row), default=(0, -1))[1]
