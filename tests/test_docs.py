@@ -28,6 +28,7 @@ pytest.importorskip("transformers")
 
 from vocabshard import GradOptions, linear_logp
 from vocabshard.command import build_parser, main
+from vocabshard.testing import megatron_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("docs", "examples", "benchmarks")
@@ -108,6 +109,9 @@ def around(page: str) -> dict[str, object]:
             all_greedy=True, generators={}, max_num_logprobs=1, no_penalties=True, allowed_token_ids_mask=None,
             bad_words_token_ids={}, logitsprocs=no_processors,
         )  # fmt: skip
+    if page.endswith("megatron.md"):
+        names |= {**megatron_model.batch(), "model": megatron_model.gpt()}
+        names |= {"vocab_parallel_logits": torch.randn(6, 50), "hidden_states": torch.randn(6, 8)}
     if page.endswith("huggingface.md"):
         import transformers
 
@@ -118,6 +122,14 @@ def around(page: str) -> dict[str, object]:
         names["input_ids"] = torch.randint(0, 64, (2, 5))
         names["trainer"] = types.SimpleNamespace(model=names["model"], temperature=0.7)
     return names
+
+
+@pytest.fixture
+def megatrons_groups() -> Iterator[None]:
+    """Those of its parallel_state over one rank."""
+    pytest.importorskip("megatron.core")
+    with megatron_model.groups():
+        yield
 
 
 @pytest.fixture
@@ -136,6 +148,8 @@ def other_projects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_python(page: str, request: pytest.FixtureRequest) -> None:
     if page.startswith("docs/integrations/"):
         request.getfixturevalue("other_projects")
+    if page.endswith("megatron.md"):
+        request.getfixturevalue("megatrons_groups")
     names = given(page)
     for block in BLOCKS:
         if block.page == page and block.language == "python":

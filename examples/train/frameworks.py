@@ -4,7 +4,7 @@
 
 A small language model (embedding, GRU, a head of its own) learns the text of tiny_lm from the same initial values and
 batches, once with a project's own head and once with vocabshard's adapter for it: PyTorch's cross entropy; Liger's
-scaled cross entropy with its entropy as a bonus; a Llama of Hugging Face transformers with its own loss. A project that
+scaled cross entropy with its entropy as a bonus; a Llama of Hugging Face transformers and a GPTModel of Megatron-Core with their own losses. A project that
 is not installed is told and left out. In fp32, on the CPU, on one thread.
 """
 
@@ -91,10 +91,33 @@ def of_transformers(vocab_size: int) -> Iterator[nn.Module]:
     yield Labelled(patched=True)
 
 
+def of_megatron(vocab_size: int) -> Iterator[nn.Module]:
+    """A GPTModel with its own output layer and cross entropy, and one whose output layer is fused."""
+    from vocabshard.integrations.megatron import fuse_output_layer
+    from vocabshard.testing import megatron_model
+
+    class Labelled(nn.Module):
+        def __init__(self, fused: bool) -> None:
+            super().__init__()
+            self.model = megatron_model.gpt(vocab_size=vocab_size, length=LENGTH, hidden_size=HIDDEN)
+            if fused:
+                fuse_output_layer(self.model)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            positions = torch.arange(LENGTH).expand(len(ids), LENGTH)
+            mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+            return self.model(ids[:, :-1], positions, mask, labels=ids[:, 1:]).mean()
+
+    with megatron_model.groups():
+        yield Labelled(fused=False)
+        yield Labelled(fused=True)
+
+
 PROJECTS: dict[str, Callable[[int], Iterator[nn.Module]]] = {
     "PyTorch, label smoothing": of_torch,
     "Liger, scaled, entropy bonus": of_liger,
     "transformers, Llama": of_transformers,
+    "Megatron-Core, GPTModel": of_megatron,
 }
 
 
