@@ -4,8 +4,8 @@
 
 A small language model (embedding, GRU, a head of its own) learns the text of tiny_lm from the same initial values and
 batches, once with a project's own head and once with vocabshard's adapter for it: PyTorch's cross entropy; Liger's
-scaled cross entropy with its entropy as a bonus; a Llama of Hugging Face transformers and a GPTModel of Megatron-Core with their own losses. A project that
-is not installed is told and left out. In fp32, on the CPU, on one thread.
+scaled cross entropy with its entropy as a bonus; a Llama of Hugging Face transformers and a GPTModel of Megatron-Core
+with their own losses. A project that is not installed is told and left out. In fp32, on the CPU, on one thread.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
         above.plot(ours, ":", color=color, linewidth=3, label=f"{name}: vocabshard")
         below.plot([(y - x) / x for x, y in zip(own, ours, strict=True)], color=color)
     above.set(ylabel="loss [nats]")
-    above.legend(fontsize=8)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
     below.set(xlabel="step", ylabel="relative difference")
     figure.savefig(path, dpi=80)
 
