@@ -229,6 +229,10 @@ def check_pytest(words: list[str]) -> None:
         option, _, value = word.partition("=")
         if option == "--require":
             assert set((value or next(options)).split(",")) <= {"sm90", "triton", "multigpu"}
+        elif word == "-n":
+            assert int(next(options)) > 0
+        elif word == "--dist":
+            assert next(options) in ("load", "worksteal")
         else:
             path = value if option == "--ignore" else word
             assert word in ("-q", "-x") or (ROOT / path).exists(), word

@@ -30,14 +30,14 @@ def one_process(folder: Path, body: str, *options: str) -> tuple[int, str]:
     return pytest_in(folder, "-rs", *options)
 
 
-def three_ranks(folder: Path, body: str) -> tuple[int, str]:
+def on_ranks(count: int, folder: Path, body: str) -> tuple[int, str]:
     """Ranks that wait at most 5 s for one another."""
     (folder / "ranks").mkdir()
     (folder / "ranks" / "test_it.py").write_text(body)
     (folder / "pytest.ini").touch()  # its folder's conftest.py counts too
     shutil.copy(TESTS / "conftest.py", folder)
     shutil.copy(TESTS / "multigpu" / "conftest.py", folder / "ranks")
-    return pytest_in(folder / "ranks", launcher=(str(LAUNCH), "--nproc", "3"), MULTIGPU_TIMEOUT="5")
+    return pytest_in(folder / "ranks", launcher=(str(LAUNCH), "--nproc", str(count)), MULTIGPU_TIMEOUT="5")
 
 
 NEEDS = """
@@ -82,7 +82,7 @@ def test_after(ranks):
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, where: str) -> None:
     """Before a collective, in which the other ranks then wait in vain, and after the last."""
-    code, output = three_ranks(tmp_path, RANKS.format(where=repr(where)))
+    code, output = on_ranks(3, tmp_path, RANKS.format(where=repr(where)))
     assert code != 0, output
     assert "[rank 1] E   AssertionError: deliberate" in output
     assert "1 failed, 1 passed" in output and "the ranks disagree about" in output
@@ -91,10 +91,10 @@ def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, where: str) -> None
 
 def test_an_import_that_fails_on_one_rank_fails_the_run(tmp_path: Path) -> None:
     body = "import os\nassert os.environ['RANK'] != '1', 'deliberate'\ndef test_it(): pass\n"
-    code, output = three_ranks(tmp_path, body)
+    code, output = on_ranks(2, tmp_path, body)
     assert code != 0 and "[rank 1] E   AssertionError: deliberate" in output, output
 
 
 def test_ranks_that_agree_pass(tmp_path: Path) -> None:
-    code, output = three_ranks(tmp_path, RANKS.format(where="'nowhere'"))
+    code, output = on_ranks(2, tmp_path, RANKS.format(where="'nowhere'"))
     assert code == 0 and "3 passed" in output and "[rank" not in output, output

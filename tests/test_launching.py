@@ -77,17 +77,17 @@ def test_runs_a_script_on_all_ranks(program: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "code"), [("fail", 7), ("lost", 7), ("killed", 128 + signal.SIGKILL), ("stubborn", 7)]
+    ("what", "ranks", "code"), [("fail", 2, 7), ("lost", 3, 7), ("killed", 2, 128 + signal.SIGKILL), ("stubborn", 3, 7)]
 )
-def test_a_failed_rank_ends_the_others(program: Path, what: str, code: int) -> None:
-    process = start(program, what, "--nproc", "3")
+def test_a_failed_rank_ends_the_others(program: Path, what: str, ranks: int, code: int) -> None:
+    process = start(program, what, "--nproc", str(ranks))
     output, _ = process.communicate(timeout=60)
     ended = time.time()
     assert process.returncode == code, output
-    assert f"rank 1 of 3 failed with exit code {code}" in output
+    assert f"rank 1 of {ranks} failed with exit code {code}" in output
     if what != "lost":  # its other ranks may end by an error of their own
         assert "Traceback" not in output
-    assert len(pids(program)) == 3 and not any(map(alive, pids(program)))
+    assert len(pids(program)) == ranks and not any(map(alive, pids(program)))
     if what == "stubborn":
         assert ended - (program.parent / "pids" / "failed").stat().st_mtime < 10
 
