@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -579,6 +581,27 @@ def test_provenance_and_contract_have_the_program() -> None:
         trainer.check_same(LogprobContract(role="rollout", sampling=OF(top_k=3), **kwargs))  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="sampling"):
         LogprobContract(role="rollout", sampling=(("top_k", -7),), **kwargs)  # type: ignore[arg-type]
+
+
+def test_constants_are_those_of_the_header() -> None:
+    text = (Path(__file__).parent.parent / "csrc" / "sampling.h").read_text()
+
+    def of(name: str) -> float:
+        (found,) = re.findall(rf"\b{name} = ([-\w.+]+)", text)
+        return float.fromhex(found.rstrip("f")) if "p" in found else int(found.rstrip("u"), 0)
+
+    ours = {
+        **{"kMassBits": S.MASS_BITS, "kMassSpan": S.MASS_SPAN, "kEveryTie": S.EVERY_TIE},
+        **{f"kClock{i}": value for i, value in enumerate(S.CLOCK_COEFFICIENTS)},
+        **dict(zip(("kPhiloxM0", "kPhiloxM1", "kPhiloxW0", "kPhiloxW1"), S.PHILOX, strict=True)),
+        **{"kPhiloxRounds": S.PHILOX_ROUNDS, "kSecondBelow": S.SECOND_BELOW, "kSqrt2Single": S.SQRT2_SINGLE},
+    }
+    assert {name: of(name) for name in ours} == ours
+    shifts, widths = (
+        tuple(map(int, re.findall(r"\d+", re.findall(rf"{name}\[3\] = {{([^}}]*)}}", text)[0])))
+        for name in ("kRadixShift", "kRadixBits")
+    )
+    assert tuple(zip(shifts, widths, strict=True)) == S.RADIX
 
 
 def test_cut_parts() -> None:
