@@ -358,13 +358,14 @@ def invariance(candidates: list[Candidate], total: int, columns: int) -> dict[st
     return result
 
 
-def environment(candidates: list[Candidate], missing: dict[str, str]) -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
+def environment(candidates: list[Candidate], missing: dict[str, str], commit: str | None) -> dict[str, object]:
+    command = ["git", "rev-parse", "HEAD"]
+    commit = commit or subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     packages = sorted({"triton", *(c.package for c in candidates)} - {"vocabshard", "torch"})
     installed = {
-        d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions() if d.metadata["Name"]
+        d.metadata["Name"].lower().replace("_", "-"): d.version
+        for d in importlib.metadata.distributions()
+        if d.metadata["Name"]
     }
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -474,6 +475,7 @@ def main() -> None:
     parser.add_argument("--sweep", default="2049x50257", help="N x V of invariance")
     parser.add_argument("--json", type=Path, default=Path("out/batch_invariant_logp.json"))
     parser.add_argument("--png", type=Path)
+    parser.add_argument("--commit", help="for the record, where git does not say it")
     parser.add_argument("--drawn", type=Path, help="measure nothing: tables and picture of this JSON")
     args = parser.parse_args()
     if args.drawn:
@@ -501,7 +503,7 @@ def main() -> None:
                 raise SystemExit(f"--peers asks for {name}, which cannot be imported: {error}") from error
             missing[name] = f"{type(error).__name__}: {error}"
             print(f"not here: {name}: {missing[name]}")
-    report: dict[str, dict] = {"environment": environment(candidates, missing), "shapes": {}}
+    report: dict[str, dict] = {"environment": environment(candidates, missing, args.commit), "shapes": {}}
 
     def save() -> None:  # after every part: a run that is cut short leaves what it has
         args.json.parent.mkdir(parents=True, exist_ok=True)
