@@ -456,10 +456,10 @@ def draw(report: dict[str, dict], path: Path) -> None:
             axis.bar([j + i * width for j in range(len(shapes))], heights, width, label=name)
         axis.axhline(goal, color="black", linewidth=0.8)
         axis.set_xticks([j + 0.4 for j in range(len(shapes))], shapes)
-        axis.set_title(what)
-    axes[0].legend(fontsize=8)
+        axis.set_title({"fwd of copy": "forward", "f+b of copy": "forward + backward"}[what])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=10, fontsize=8)
     figure.suptitle(f"bf16 logits, fraction of copy bandwidth, {report['environment']['gpu']}")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=130)
 
 
