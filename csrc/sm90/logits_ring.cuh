@@ -1,5 +1,5 @@
-// Forward over aligned bf16 logits, half of the exponentials by table, rows by bulk copies into shared memory: in the
-// table's hole every warp has a ring of its own, so that neither registers nor instructions are spent on loads.
+// Forward over aligned bf16 logits, ten of a tile's exponentials by table, rows by bulk copies into shared memory: in
+// the table's hole every warp has a ring of its own, so that neither registers nor instructions are spent on loads.
 #pragma once
 
 #include "sm90/check.h"
