@@ -14,7 +14,7 @@
 namespace vocabshard::sm90::logits {
 
 constexpr int kLotLevels = 7;
-constexpr uint32_t kLeastLot = 8, kLastLot = 4;  // steps, the latter of the last ones; shorter cost more than they even out
+constexpr uint32_t kLeastLot = 8, kLastLot = 4;  // steps; the latter: the last ones
 
 struct Lot {
   uint32_t row, rows;     // 1 row where it is a part
