@@ -196,8 +196,78 @@ class Sm90Forward:
         logits_row: int,
         records: int,
         fold: FoldRows,
+        cut: int = 0,
     ) -> None:
         """Records, or with records == 0 the folded rows."""
+
+SAMPLING_COLUMNS: int
+SAMPLING_STEPS: int
+SAMPLING_BEST: int
+
+def sm90_sampling_rows(
+    *,
+    device: int,
+    stream: int,
+    logits: int,
+    row_stride: int,
+    rows: int,
+    valid: int,
+    vocab_start: int,
+    scales: int,
+    scale: float,
+    whole: bool = False,
+    steps: list[tuple[str, float, bool]] = ...,
+    given_cut: int = 0,
+    cut: int = 0,
+    draw: bool = False,
+    seed: int = 0,
+    row_keys: int = 0,
+    drawn: int = 0,
+    target_ids: int = 0,
+    records: int = 0,
+    records_there: bool = False,
+    best_count: int = 0,
+    best: int = 0,
+    place: int = 0,
+    before: int = 0,
+    maxima: int = 0,
+) -> None:
+    """Cuts, tokens, truncated records, best columns and ranks, as far as there is memory for them."""
+
+def sm90_sampling_histogram(
+    *,
+    device: int,
+    stream: int,
+    logits: int,
+    row_stride: int,
+    rows: int,
+    valid: int,
+    vocab_start: int,
+    scales: int,
+    scale: float,
+    k_max: int,
+    cut: int,
+    prefix: int,
+    level: int,
+    counts: int,
+    masses: int,
+) -> None:
+    """Adds to counts and masses [rows, bins]."""
+
+def sm90_sampling_equal(
+    *,
+    device: int,
+    stream: int,
+    logits: int,
+    row_stride: int,
+    rows: int,
+    valid: int,
+    vocab_start: int,
+    order: int,
+    nth: int,
+    out: int,
+) -> None:
+    """The nth column of an order in each row, or -1."""
 
 def sm90_fold(
     *,

@@ -34,7 +34,8 @@ class Over:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
-        self.rank = rank_and_size(group)[0]
+        self.rank, size = rank_and_size(group)
+        self.alone = size == 1
 
     def gather(self, parts: Sequence[Tensor]) -> Tensor:
         """[W, ...] in rank order."""

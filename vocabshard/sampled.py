@@ -86,18 +86,28 @@ def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
     kernel = sampling_torch.functions(call.kernel)
     over = Over(call.group)
     plain = replace(call.problem, entropy=False)
-    _, logits = call.kernel.forward(*x[:5], plain, want_logits=True)
+    uncut, logits = call.kernel.forward(*x[:5], plain, want_logits=True)
     blocks = [Block(logits, call.problem)]
     steps = () if call.sampling is None else call.sampling.steps
-    cut, tokens = x.cut, x.target_ids
-    if draw is not None or (steps and cut is None):
+    cut, tokens, records = x.cut, x.target_ids, None
+    looks = draw is not None or (steps and cut is None)
+    at_once = None
+    if looks and over.alone and kernel.rows is not None:
+        at_once = kernel.rows(
+            logits, call.problem, x.inv_temperature, steps if cut is None else (), cut, tokens, uncut,
+            *(() if draw is None else draw),
+        )  # fmt: skip
+    if at_once is not None:
+        cut, tokens, records = at_once
+    elif looks:
         maxima = cuts.find_maxima(kernel, blocks, over)
         usable = cuts.usable_rows(maxima, x.inv_temperature, steps)
         if cut is None:
             cut = cuts.find_cut(kernel, blocks, x.inv_temperature, steps, maxima, usable, over)
         if draw is not None:
             tokens = cuts.draw(kernel, blocks, x.inv_temperature, cut, usable, *draw, over).ids
-    records = truncated.logits_forward(call.kernel, logits, tokens, x.inv_temperature, call.problem, cut)
+    if records is None:
+        records = truncated.logits_forward(call.kernel, logits, tokens, x.inv_temperature, call.problem, cut)
     gathered = gather_tensors(records, call.group)
     rows = fold(call.backend, gathered, tokens, call.ignore_index, call.real_vocab_size, call.invalid)
     best = None

@@ -49,6 +49,7 @@ FoldRows fold_rows(int64_t ignore_index, int64_t real_vocab_size, bool invalid_i
 void register_sm90(py::module_& module) {
   register_dlogits(module);
   register_products(module);
+  register_sampling(module);
   py::class_<FoldRows>(module, "FoldRows", "How rows are folded, and where their results go.")
       .def(py::init(&fold_rows), py::arg("ignore_index"), py::arg("real_vocab_size"), py::arg("invalid_is_nan"),
            py::arg("logp"), py::arg("lse"), py::arg("entropy"), py::arg("lse2_int"), py::arg("lse2_frac"),
@@ -69,14 +70,15 @@ void register_sm90(py::module_& module) {
           "launch",
           [](DeviceForward& forward, uintptr_t stream, uintptr_t workspace, uintptr_t target_ids, int64_t vocab_start,
              int64_t valid, uintptr_t bias, int32_t bias_element, uintptr_t row_inv_temperature, float inv_temperature,
-             float softcap, uintptr_t logits, int64_t logits_row, uintptr_t records, const FoldRows& fold) {
+             float softcap, uintptr_t logits, int64_t logits_row, uintptr_t records, const FoldRows& fold,
+             uintptr_t cut) {
             ForwardCall& call = forward.call;
             call.workspace = pointer<void>(workspace);
             call.target_ids = pointer<int64_t>(target_ids);
             call.vocab_start = vocab_start, call.valid = valid;
             call.bias = pointer<void>(bias), call.bias_element = bias_element;
             call.row_inv_temperature = pointer<float>(row_inv_temperature), call.inv_temperature = inv_temperature;
-            call.softcap = softcap;
+            call.softcap = softcap, call.cut = pointer<int64_t>(cut);
             call.logits = pointer<float>(logits), call.logits_row = logits_row;
             call.records = pointer<int64_t>(records), call.fold = fold;
             const OnDevice guard(forward.device);
@@ -85,7 +87,7 @@ void register_sm90(py::module_& module) {
           py::arg("stream"), py::arg("workspace"), py::arg("target_ids"), py::arg("vocab_start"), py::arg("valid"),
           py::arg("bias"), py::arg("bias_element"), py::arg("row_inv_temperature"), py::arg("inv_temperature"),
           py::arg("softcap"), py::arg("logits"), py::arg("logits_row"), py::arg("records"), py::arg("fold"),
-          "Records, or with records == 0 the folded rows.");
+          py::arg("cut") = 0, "Records, or with records == 0 the folded rows.");
 
   module.attr("SM90_PATHS") =
       py::dict(py::arg("auto") = int(kAuto), py::arg("rows128") = int(kRows128), py::arg("rows64") = int(kRows64),

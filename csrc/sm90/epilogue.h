@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include "contract.h"
+#include "sampling.h"
 #include "sm90/lanes.h"
 #include "sm90/params.h"
 #include "sm90/ptx.h"
@@ -172,6 +173,26 @@ VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& 
         }
       }
     }
+  }
+}
+
+// Columns beyond their row's cut become -inf; before temperature, NaN stays.
+template <int kMBlocks, int kGroups>
+VS_DEVICE void leave_out(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, int32_t first_row,
+                         int64_t first_column, int warp, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2 * kMBlocks; ++r) {
+    const int64_t cut = work.cut[min(first_row + row_of(r, warp, lane), work.rows - 1)];
+    const float logit = cut_logit(cut);
+    // of equals those up to this column, counted from the lane's first, stay
+    const int64_t tie = cut_tie(cut) - (work.vocab_start + first_column + lane % 4 * 16);
+#pragma unroll
+    for (int a = 0; a < kGroups; ++a)
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        float& z = acc.at(r, a, j);
+        z = z < logit || (z == logit && kGroupColumns * a + j > tie) ? neg_inf() : z;
+      }
   }
 }
 

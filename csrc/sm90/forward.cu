@@ -54,6 +54,7 @@ RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   work.inv_temperature = call.inv_temperature;
   work.scaled = call.row_inv_temperature != nullptr || call.inv_temperature != 1.0f;  // true for NaN
   work.cap = call.softcap;
+  work.cut = call.cut == nullptr ? nullptr : call.cut + first;
   work.logits = call.logits == nullptr ? nullptr : call.logits + first * call.logits_row;
   work.logits_stride = call.logits_row;
   return work;

@@ -59,6 +59,7 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   }
   if (work.cap != 0.0f) softcap_all(acc, work.cap);
   if (work.logits != nullptr) store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
+  if (work.cut != nullptr) leave_out(acc, work, first_row, first_column, warp, lane);
   if (work.scaled) {
 #pragma unroll
     for (int r = 0; r < 2 * kMBlocks; ++r) {

@@ -49,6 +49,7 @@ struct ForwardCall {
   const float* row_inv_temperature;  // [rows] or null
   float inv_temperature;             // for all rows, if there is none by row; 1: none
   float softcap;                     // 0: none
+  const int64_t* cut;                // [rows]: place of the last kept column (sampling.h), or null: all are kept
   bool entropy;
   float* logits;  // [rows, columns] or null
   int64_t logits_row;

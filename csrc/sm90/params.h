@@ -28,6 +28,7 @@ struct RowWork {
   const float* row_inv_temperature;  // [rows] or null
   float inv_temperature;             // used when scaled and there is none by row
   float cap;                         // 0: no softcap
+  const int64_t* cut;                // [rows] or null: place of the last kept column
   bool scaled;
   float* logits;          // [rows, columns] or null
   int64_t logits_stride;  // elements a row

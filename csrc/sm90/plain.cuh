@@ -3,6 +3,7 @@
 #pragma once
 
 #include "contract.h"
+#include "sampling.h"
 #include "sm90/epilogue.h"
 #include "sm90/params.h"
 
@@ -21,12 +22,14 @@ struct PlainRow {
   int32_t row;
   float scale;
   int64_t target;  // local column, or -1
+  int64_t cut;
 };
 
 VS_DEVICE PlainRow plain_row(const RowWork& work, int32_t row) {
-  PlainRow r = {row, work.inv_temperature, -1};
+  PlainRow r = {row, work.inv_temperature, -1, kKeepAll};
   if (row >= work.rows) return r;
   if (work.row_inv_temperature != nullptr) r.scale = work.row_inv_temperature[row];
+  if (work.cut != nullptr) r.cut = work.cut[row];
   const int64_t target = work.target_ids[row] - work.vocab_start;
   if (target >= 0 && target < work.valid) r.target = target;
   return r;
@@ -47,6 +50,7 @@ VS_DEVICE void plain_add_tile(Partial& partial, const PlainRow& r, const float* 
       if (work.logits != nullptr && r.row < work.rows)
         work.logits[r.row * work.logits_stride + v] = v < work.valid ? x : neg_inf();
     }
+    if (is_cut(x, work.vocab_start + v, cut_logit(r.cut), cut_tie(r.cut))) x = neg_inf();
     if (work.scaled) x = mul(x, r.scale);
     if (v == r.target) partial.y_target = x;
     y[j] = v < work.valid ? x : neg_inf();

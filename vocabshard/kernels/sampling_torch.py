@@ -34,6 +34,7 @@ def functions(module: ModuleType) -> SimpleNamespace:
         kernel = getattr(module, f"sampling_{function}", None)
         own += kernel is not None
         found[function] = kernel or getattr(here, f"sampling_{function}")
+    found["rows"] = getattr(module, "sampling_rows", None)  # everything about whole rows in one launch
     ran = name if own == len(FUNCTIONS) else f"{name}, {RAN_TORCH}" if own else RAN_TORCH
     return SimpleNamespace(ran=ran, **found)
 

@@ -12,17 +12,22 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.contract import check_constants
-from vocabshard.kernels.cuda_logits import (
-    logits_backward,
-    logits_backward_upstream,
-    logits_forward,
-    logits_rows,
-    logits_scores,
-)
+from vocabshard.kernels import cuda_logits, truncated
+from vocabshard.kernels.cuda_logits import logits_backward, logits_backward_upstream, logits_rows, logits_scores
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
 from vocabshard.kernels.sm90_backward import backward, row_grads
 from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
+from vocabshard.kernels.sm90_sampling import (
+    records_of_kept,
+    sampling_before,
+    sampling_best,
+    sampling_draw,
+    sampling_equal,
+    sampling_histogram,
+    sampling_maxima,
+    sampling_rows,
+)
 from vocabshard.partials import FoldedRows, new_records
 
 check_constants(_C.contract())
@@ -30,6 +35,7 @@ check_constants(_C.contract())
 PATHS: dict[str, int] = _C.SM90_PATHS
 _NO_FOLD = _C.FoldRows(0, 0, True, 0, 0, 0, 0, 0, 0)
 CONTINUES_CHAIN = (torch.bfloat16, torch.float16, torch.float32)
+TAKES_CUT = ("forward", "logits_forward")
 
 
 def _launch(
@@ -43,6 +49,7 @@ def _launch(
     path: str,
     records: int,
     fold: _C.FoldRows,
+    cut: Tensor | None = None,
 ) -> Tensor | None:
     """The logits, where wanted; the rest lands where `records`, or with 0 `fold`, says."""
     device = hidden.device
@@ -98,6 +105,7 @@ def _launch(
         columns,
         records,
         fold,
+        0 if cut is None else cut.data_ptr(),
     )
     return logits
 
@@ -111,17 +119,29 @@ def forward(
     problem: LocalProblem,
     *,
     want_logits: bool = False,
+    cut: Tensor | None = None,
     path: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """hidden [N, D] and weight [V_local, D] of one dtype, any strides -> records int64 [R, N], logits fp32 or None.
 
     target_ids int64 [N] are global; inv_temperature is None, a float or fp32 [N]; both tensors contiguous. The logits
-    [N, V_local] are those before temperature, -inf in padding columns. `path` is for tests: a key of PATHS. The weight
-    is never copied; hidden is where its strides alone keep the tensor copy engine from reading it.
+    [N, V_local] are those before temperature, -inf in padding columns. Columns that `cut` int64 [N] leaves out
+    (vocabshard/sampling.py) count as -inf. `path` is for tests: a key of PATHS. The weight is never copied; hidden is
+    where its strides alone keep the tensor copy engine from reading it.
     """
     records = new_records(hidden.shape[0], problem.entropy, hidden.device)
     logits = _launch(
-        hidden, weight, bias, target_ids, inv_temperature, problem, want_logits, path, records.data_ptr(), _NO_FOLD
+        hidden,
+        weight,
+        bias,
+        target_ids,
+        inv_temperature,
+        problem,
+        want_logits,
+        path,
+        records.data_ptr(),
+        _NO_FOLD,
+        cut,
     )
     return records, logits
 
@@ -189,6 +209,24 @@ def forward_scores(
     return logp, lse, entropy, _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, outs)
 
 
+def logits_forward(
+    logits: Tensor,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    rows: Tensor | None = None,
+    *,
+    cut: Tensor | None = None,
+) -> Tensor:
+    """kernels/cuda_logits.py's. Columns that `cut` int64 [N], which goes without rows=, leaves out count as -inf."""
+    if cut is not None:
+        records = records_of_kept(logits, target_ids, inv_temperature, problem, cut)
+        if records is not None:
+            return records
+        logits = truncated.without_cut(logits, problem, cut)
+    return cuda_logits.logits_forward(logits, target_ids, inv_temperature, problem, rows)
+
+
 __all__ = [
     "backward",
     "forward",
@@ -201,4 +239,11 @@ __all__ = [
     "logits_rows",
     "logits_scores",
     "row_grads",
+    "sampling_before",
+    "sampling_best",
+    "sampling_draw",
+    "sampling_equal",
+    "sampling_histogram",
+    "sampling_maxima",
+    "sampling_rows",
 ]
