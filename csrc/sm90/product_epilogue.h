@@ -16,19 +16,18 @@
 
 namespace vocabshard::sm90 {
 
-constexpr int kColumnBlocks = kProductColumns / 8;
 constexpr int kMostBlocksToAdd = 2;  // a row's old values and more accumulators do not fit the registers
 
 // kBlocks blocks of 64 rows. Row 8 h + lane / 4 of a warp's 16, column 8 j + 2 q + e: at 4 j + 2 h + e.
-template <int kBlocks>
+template <int kBlocks, int kColumns>
 struct ProductTile {
-  float d[kBlocks][kProductColumns / 2];
+  float d[kBlocks][kColumns / 2];
 
   VS_DEVICE void clear() {
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
-      for (int i = 0; i < kProductColumns / 2; ++i) d[m][i] = 0.0f;
+      for (int i = 0; i < kColumns / 2; ++i) d[m][i] = 0.0f;
   }
 
   // Nothing that reads the accumulators may be moved above this.
@@ -36,7 +35,7 @@ struct ProductTile {
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
-      for (int i = 0; i < kProductColumns / 2; ++i) asm volatile("" : "+f"(d[m][i])::"memory");
+      for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[m][i])::"memory");
   }
   // The same of four blocks of columns from j on, of one row: what is made of them is not made earlier, and kept.
   VS_DEVICE void settle(int m, int h, int j) {
@@ -66,8 +65,9 @@ VS_DEVICE int32_t exchanged_column(int q) { return 8 * (q % 2) + 4 * (q / 2); }
 // Reading costs the products a cycle a line: lanes read 16 bytes, 64 of a line at a time, and exchange them. The last
 // of three blocks finds no registers for that, and lanes read their own pairs. No branch on p.init, ptxas would put all
 // products one behind the other.
-template <int kBlocks>
-VS_DEVICE void load_init(ProductTile<kBlocks>& acc, const ProductParams& p, int32_t first_row, int32_t first_column) {
+template <int kBlocks, int kColumns>
+VS_DEVICE void load_init(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
+                         int32_t first_column) {
   const int32_t rows = p.init == nullptr ? 0 : p.rows;
   const int q = quad_lane();
 #pragma unroll
@@ -79,12 +79,12 @@ VS_DEVICE void load_init(ProductTile<kBlocks>& acc, const ProductParams& p, int3
       if (m < 2) {
         const int32_t column = first_column + exchanged_column(q);
         const float* from = p.init + row * p.init_row + column;
-        float4 v[kColumnBlocks / 2] = {};
+        float4 v[kColumns / 16] = {};
 #pragma unroll
-        for (int j = 0; j < kColumnBlocks; j += 2)
+        for (int j = 0; j < kColumns / 8; j += 2)
           if (8 * j < of_row - column) v[j / 2] = __ldcg(reinterpret_cast<const float4*>(from + 8 * j));
 #pragma unroll
-        for (int j = 0; j < kColumnBlocks; j += 2) {
+        for (int j = 0; j < kColumns / 8; j += 2) {
           float* d = acc.d[m] + 4 * j + 2 * h;
           d[0] = v[j / 2].x, d[1] = v[j / 2].y, d[4] = v[j / 2].z, d[5] = v[j / 2].w;
           const float4 own = exchange_pairs(d, q);
@@ -95,7 +95,7 @@ VS_DEVICE void load_init(ProductTile<kBlocks>& acc, const ProductParams& p, int3
         const int32_t column = first_column + 2 * q;
         const float* from = p.init + row * p.init_row + column;
 #pragma unroll
-        for (int j = 0; j < kColumnBlocks; ++j) {
+        for (int j = 0; j < kColumns / 8; ++j) {
           float2 v = make_float2(0.0f, 0.0f);
           if (8 * j < of_row - column) v = __ldcg(reinterpret_cast<const float2*>(from + 8 * j));
           acc.d[m][4 * j + 2 * h] = v.x, acc.d[m][4 * j + 2 * h + 1] = v.y;
@@ -111,32 +111,32 @@ VS_DEVICE void put_floats(float* to, const float4& v, const ProductParams& p) {
     __stcg(reinterpret_cast<float4*>(to), v);
 }
 
-template <int kBlocks>
-VS_DEVICE void store_floats(ProductTile<kBlocks>& acc, const ProductParams& p, int m, int h, int64_t row,
+template <int kBlocks, int kColumns>
+VS_DEVICE void store_floats(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int m, int h, int64_t row,
                             int32_t first_column) {
   const int q = quad_lane();
   const int32_t column = first_column + exchanged_column(q), end = row < p.rows ? p.columns - column : 0;
   float* to = static_cast<float*>(p.out) + row * p.out_row + column;
 #pragma unroll
-  for (int j = 0; j < kColumnBlocks; j += 2) {
+  for (int j = 0; j < kColumns / 8; j += 2) {
     if (j % 4 == 0) acc.settle(m, h, j);
     const float4 v = exchange_pairs(acc.d[m] + 4 * j + 2 * h, q);
     if (8 * j < end) put_floats(to + 8 * j, v, p);
   }
 }
 
-template <int kBlocks>
-VS_DEVICE void add_floats(ProductTile<kBlocks>& acc, const ProductParams& p, int m, int h, int64_t row,
+template <int kBlocks, int kColumns>
+VS_DEVICE void add_floats(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int m, int h, int64_t row,
                           int32_t first_column) {
   const int q = quad_lane();
   const int32_t column = first_column + exchanged_column(q), end = row < p.rows ? p.columns - column : 0;
   float* to = static_cast<float*>(p.out) + row * p.out_row + column;
-  float4 before[kColumnBlocks / 2];
+  float4 before[kColumns / 16];
 #pragma unroll
-  for (int j = 0; j < kColumnBlocks; j += 2)
+  for (int j = 0; j < kColumns / 8; j += 2)
     if (8 * j < end) before[j / 2] = __ldcg(reinterpret_cast<const float4*>(to + 8 * j));
 #pragma unroll
-  for (int j = 0; j < kColumnBlocks; j += 2) {
+  for (int j = 0; j < kColumns / 8; j += 2) {
     const float4 b = before[j / 2], v = exchange_pairs(acc.d[m] + 4 * j + 2 * h, q);
     const float4 sum = make_float4(add(b.x, v.x), add(b.y, v.y), add(b.z, v.z), add(b.w, v.w));
     if (8 * j < end) __stcg(reinterpret_cast<float4*>(to + 8 * j), sum);
@@ -164,14 +164,14 @@ VS_DEVICE uint4 transpose_quad(const uint32_t (&v)[4], int q) {
   return upper ? make_uint4(c, d, high0, high1) : make_uint4(low0, low1, c, d);
 }
 
-template <class Element, int kBlocks>
-VS_DEVICE void store_elements(ProductTile<kBlocks>& acc, const ProductParams& p, int m, int h, int64_t row,
+template <class Element, int kBlocks, int kColumns>
+VS_DEVICE void store_elements(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int m, int h, int64_t row,
                               int32_t first_column) {
   const int q = quad_lane();
   const int32_t column = first_column + 8 * q, end = row < p.rows ? p.columns - column : 0;
   Element* to = static_cast<Element*>(p.out) + row * p.out_row + column;
 #pragma unroll
-  for (int j = 0; j < kColumnBlocks; j += 4) {
+  for (int j = 0; j < kColumns / 8; j += 4) {
     acc.settle(m, h, j);
     uint32_t v[4];
 #pragma unroll
@@ -192,8 +192,9 @@ VS_DEVICE void each_row(int32_t first_row, const Row& row) {
     for (int h = 0; h < 2; ++h) row(m, h, tile_row(first_row, m, h));
 }
 
-template <class Element, int kBlocks>
-VS_DEVICE void store_tile(ProductTile<kBlocks>& acc, const ProductParams& p, int32_t first_row, int32_t first_column) {
+template <class Element, int kBlocks, int kColumns>
+VS_DEVICE void store_tile(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
+                          int32_t first_column) {
   if (p.output == kProductElement) {
     each_row<kBlocks>(first_row,
                       [&](int m, int h, int64_t row) { store_elements<Element>(acc, p, m, h, row, first_column); });
@@ -209,8 +210,8 @@ VS_DEVICE void store_tile(ProductTile<kBlocks>& acc, const ProductParams& p, int
 }
 
 // fp32. A row that is not active stays what it was: `out`, which is `init`, or zeros.
-template <int kBlocks>
-VS_DEVICE void store_active_floats(ProductTile<kBlocks>& acc, const ProductParams& p, int32_t first_row,
+template <int kBlocks, int kColumns>
+VS_DEVICE void store_active_floats(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
                                    int32_t first_column) {
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m)
@@ -220,7 +221,7 @@ VS_DEVICE void store_active_floats(ProductTile<kBlocks>& acc, const ProductParam
       if (p.row_active != nullptr && row < p.rows && p.row_active[row] == 0) {
         if (p.init != nullptr || p.output == kProductAdd) row = p.rows;
 #pragma unroll
-        for (int j = 0; j < kColumnBlocks; ++j) acc.d[m][4 * j + 2 * h] = acc.d[m][4 * j + 2 * h + 1] = 0.0f;
+        for (int j = 0; j < kColumns / 8; ++j) acc.d[m][4 * j + 2 * h] = acc.d[m][4 * j + 2 * h + 1] = 0.0f;
       }
       store_floats(acc, p, m, h, row, first_column);
     }

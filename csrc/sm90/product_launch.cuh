@@ -54,7 +54,12 @@ void launch_product_element(const ProductCall& call, int32_t multiprocessors, cu
   const int64_t exposed = call.transposed || call.init == nullptr ? 0 : 100 * kColumnsOfInit / call.depth;
   const bool tall = 100 * rows_of_cluster(call, 192, most_clusters) <= (101 + exposed) * low;
   const bool wide = !tall && rows_of_cluster(call, 256, most_clusters) <= low;
-  if (!call.transposed && wide)
+  // Where few rows leave most of the chip idle, narrow tiles: each multiprocessor gets 64 bytes a cycle at most.
+  const int64_t clusters = quotient_up(call.rows, 128) * quotient_up(call.columns, 256);
+  if (!call.transposed && 2 * clusters <= most_clusters)
+    call.rows <= 64 ? launch(ProductKernel<Element, false, true, 1, 64>())
+                    : launch(ProductKernel<Element, false, true, 2, 64>());
+  else if (!call.transposed && wide)
     launch_kernel<WideKernel<Element>>(product_wide<WideKernel<Element>>, call, most_clusters, stream);
   else if (!call.transposed)
     tall ? launch(ProductKernel<Element, false, true, 3>()) : launch(ProductKernel<Element, false, true, 2>());

@@ -13,12 +13,12 @@ VS_DEVICE uint64_t descriptor_across(uint32_t shared_address) {
   return (1ull << 62) | (64ull << 32) | (512ull << 16) | ((shared_address & 0x3ffffu) >> 4);
 }
 
-template <class Element, bool kTransposedA>
+template <class Element, bool kTransposedA, int kColumns>
 struct ProductMma;
 
 #define VS_PRODUCT_MMA(Element, TYPE)                                                                  \
   template <bool kTransposedA>                                                                         \
-  struct ProductMma<Element, kTransposedA> {                                                           \
+  struct ProductMma<Element, kTransposedA, 128> {                                                      \
     static VS_DEVICE void run(float (&d)[64], uint64_t a, uint64_t b) {                                \
       asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                        \
                    " {"                                                                                \
@@ -33,6 +33,23 @@ struct ProductMma;
   };
 VS_PRODUCT_MMA(__nv_bfloat16, "bf16")
 VS_PRODUCT_MMA(__half, "f16")
+
+// D[64, 64], A along k.
+#define VS_PRODUCT_MMA_NARROW(Element, TYPE)                                                           \
+  template <>                                                                                          \
+  struct ProductMma<Element, false, 64> {                                                              \
+    static VS_DEVICE void run(float (&d)[32], uint64_t a, uint64_t b) {                                \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                         \
+                   " {"                                                                                \
+                   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "            \
+                   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, " \
+                   "%32, %33, 1, 1, 1, 0, 1;"                                                          \
+                   : VS_F16(d, 0), VS_F16(d, 16)                                                       \
+                   : "l"(a), "l"(b));                                                                  \
+    }                                                                                                  \
+  };
+VS_PRODUCT_MMA_NARROW(__nv_bfloat16, "bf16")
+VS_PRODUCT_MMA_NARROW(__half, "f16")
 
 // D[64, 256], A along k.
 template <class Element>

@@ -12,12 +12,12 @@
 
 namespace vocabshard::sm90 {
 
-// A tile of 64 * kBlocks rows and kProductColumns columns. kInit: the chain may go on from memory.
-template <class Element_, bool kTransposedA_, bool kInit_, int kBlocks_>
+// A tile of 64 * kBlocks rows and kColumns columns. kInit: the chain may go on from memory.
+template <class Element_, bool kTransposedA_, bool kInit_, int kBlocks_, int kColumns_ = kProductColumns>
 struct ProductKernel {
   using Element = Element_;
   static constexpr bool kTransposedA = kTransposedA_, kInit = kInit_;
-  static constexpr int kBlocks = kBlocks_, kRows = 64 * kBlocks, kColumns = kProductColumns;
+  static constexpr int kBlocks = kBlocks_, kRows = 64 * kBlocks, kColumns = kColumns_;
   static constexpr int kClusterRows = kRows, kClusterColumns = 2 * kColumns;
 
   static constexpr int kWarpgroup = 128, kThreads = 3 * kWarpgroup;
@@ -39,7 +39,7 @@ struct ProductKernel {
 };
 
 template <class Kernel>
-using TileOf = ProductTile<Kernel::kBlocks>;
+using TileOf = ProductTile<Kernel::kBlocks, Kernel::kColumns>;
 
 constexpr uint32_t kProductTurn = 1;  // named barriers, one a consumer
 
@@ -161,7 +161,7 @@ class StageProducts {
   VS_DEVICE void issue(TileOf<Kernel>& acc, int step) const {  // 16 elements of k
 #pragma unroll
     for (int m = 0; m < Kernel::kBlocks; ++m)
-      ProductMma<typename Kernel::Element, Kernel::kTransposedA>::run(
+      ProductMma<typename Kernel::Element, Kernel::kTransposedA, Kernel::kColumns>::run(
           acc.d[m], a_ + 512 * m + (Kernel::kTransposedA ? 128 : 2) * step, b_ + 128 * step);
   }
 
