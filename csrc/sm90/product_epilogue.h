@@ -62,12 +62,13 @@ VS_DEVICE float4 exchange_pairs(const float* d, int q) {
 }
 VS_DEVICE int32_t exchanged_column(int q) { return 8 * (q % 2) + 4 * (q / 2); }
 
-// Reading costs the products a cycle a line: lanes read 16 bytes, 64 of a line at a time, and exchange them. The last
-// of three blocks finds no registers for that, and lanes read their own pairs. No branch on p.init, ptxas would put all
+// Reading costs the other consumer's products a cycle a line: lanes read 16 bytes, 64 of a line at a time, and exchange
+// them. Three blocks leave no registers for that, and lanes read their own pairs. Either way they pause (nanoseconds),
+// so that the products lose no more at a time than they can make up for. No branch on p.init, ptxas would put all
 // products one behind the other.
 template <int kBlocks, int kColumns>
 VS_DEVICE void load_init(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
-                         int32_t first_column) {
+                         int32_t first_column, uint32_t pause) {
   const int32_t rows = p.init == nullptr ? 0 : p.rows;
   const int q = quad_lane();
 #pragma unroll
@@ -76,13 +77,14 @@ VS_DEVICE void load_init(ProductTile<kBlocks, kColumns>& acc, const ProductParam
     for (int h = 0; h < 2; ++h) {
       const int64_t row = tile_row(first_row, m, h);
       const int32_t of_row = row < rows ? p.columns : 0;
-      if (m < 2) {
+      if constexpr (kBlocks < 3) {
         const int32_t column = first_column + exchanged_column(q);
         const float* from = p.init + row * p.init_row + column;
         float4 v[kColumns / 16] = {};
 #pragma unroll
-        for (int j = 0; j < kColumns / 8; j += 2)
+        for (int j = 0; j < kColumns / 8; j += 2) {
           if (8 * j < of_row - column) v[j / 2] = __ldcg(reinterpret_cast<const float4*>(from + 8 * j));
+        }
 #pragma unroll
         for (int j = 0; j < kColumns / 8; j += 2) {
           float* d = acc.d[m] + 4 * j + 2 * h;
@@ -91,6 +93,7 @@ VS_DEVICE void load_init(ProductTile<kBlocks, kColumns>& acc, const ProductParam
           d[0] = own.x, d[1] = own.y, d[4] = own.z, d[5] = own.w;
           if (j % 4 == 2) acc.settle(m, h, j - 2);
         }
+        ptx::pause(4 * pause);
       } else {
         const int32_t column = first_column + 2 * q;
         const float* from = p.init + row * p.init_row + column;
@@ -99,6 +102,7 @@ VS_DEVICE void load_init(ProductTile<kBlocks, kColumns>& acc, const ProductParam
           float2 v = make_float2(0.0f, 0.0f);
           if (8 * j < of_row - column) v = __ldcg(reinterpret_cast<const float2*>(from + 8 * j));
           acc.d[m][4 * j + 2 * h] = v.x, acc.d[m][4 * j + 2 * h + 1] = v.y;
+          if (j % 4 == 3) ptx::pause(pause);
         }
       }
     }
@@ -113,13 +117,16 @@ VS_DEVICE void put_floats(float* to, const float4& v, const ProductParams& p) {
 
 template <int kBlocks, int kColumns>
 VS_DEVICE void store_floats(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int m, int h, int64_t row,
-                            int32_t first_column) {
+                            int32_t first_column, uint32_t pause) {
   const int q = quad_lane();
   const int32_t column = first_column + exchanged_column(q), end = row < p.rows ? p.columns - column : 0;
   float* to = static_cast<float*>(p.out) + row * p.out_row + column;
 #pragma unroll
   for (int j = 0; j < kColumns / 8; j += 2) {
-    if (j % 4 == 0) acc.settle(m, h, j);
+    if (j % 4 == 0) {
+      ptx::pause(pause);
+      acc.settle(m, h, j);
+    }
     const float4 v = exchange_pairs(acc.d[m] + 4 * j + 2 * h, q);
     if (8 * j < end) put_floats(to + 8 * j, v, p);
   }
@@ -194,7 +201,7 @@ VS_DEVICE void each_row(int32_t first_row, const Row& row) {
 
 template <class Element, int kBlocks, int kColumns>
 VS_DEVICE void store_tile(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
-                          int32_t first_column) {
+                          int32_t first_column, uint32_t pause) {
   if (p.output == kProductElement) {
     each_row<kBlocks>(first_row,
                       [&](int m, int h, int64_t row) { store_elements<Element>(acc, p, m, h, row, first_column); });
@@ -202,17 +209,21 @@ VS_DEVICE void store_tile(ProductTile<kBlocks, kColumns>& acc, const ProductPara
   }
   if constexpr (kBlocks <= kMostBlocksToAdd) {
     if (p.output == kProductAdd) {
-      each_row<kBlocks>(first_row, [&](int m, int h, int64_t row) { add_floats(acc, p, m, h, row, first_column); });
+      each_row<kBlocks>(first_row, [&](int m, int h, int64_t row) {
+        ptx::pause(4 * pause);
+        add_floats(acc, p, m, h, row, first_column);
+      });
       return;
     }
   }
-  each_row<kBlocks>(first_row, [&](int m, int h, int64_t row) { store_floats(acc, p, m, h, row, first_column); });
+  each_row<kBlocks>(first_row,
+                    [&](int m, int h, int64_t row) { store_floats(acc, p, m, h, row, first_column, pause); });
 }
 
 // fp32. A row that is not active stays what it was: `out`, which is `init`, or zeros.
 template <int kBlocks, int kColumns>
 VS_DEVICE void store_active_floats(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
-                                   int32_t first_column) {
+                                   int32_t first_column, uint32_t pause) {
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
@@ -223,7 +234,7 @@ VS_DEVICE void store_active_floats(ProductTile<kBlocks, kColumns>& acc, const Pr
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) acc.d[m][4 * j + 2 * h] = acc.d[m][4 * j + 2 * h + 1] = 0.0f;
       }
-      store_floats(acc, p, m, h, row, first_column);
+      store_floats(acc, p, m, h, row, first_column, pause);
     }
 }
 

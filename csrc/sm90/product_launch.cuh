@@ -13,6 +13,12 @@ namespace vocabshard::sm90 {
 
 inline int64_t quotient_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
+// So that reading and writing a tile takes about as long as multiplying the next; what is short has no time to lose.
+inline uint32_t product_pause(const ProductCall& call) {
+  const bool both = call.init != nullptr || call.output == kProductAdd;
+  return both && call.depth >= 1536 ? static_cast<uint32_t>(std::min<int64_t>(call.depth / 10, 400)) : 0;
+}
+
 template <class Kernel>
 void launch_kernel(void (*kernel)(ProductParams), const ProductCall& call, int64_t most_clusters, cudaStream_t stream) {
   constexpr bool kHalfPrecision = std::is_same_v<typename Kernel::Element, __half>;
@@ -23,6 +29,7 @@ void launch_kernel(void (*kernel)(ProductParams), const ProductCall& call, int64
   p.init = call.init, p.init_row = call.init_row;
   p.out = call.out, p.out_row = call.out_row, p.output = call.output;
   p.row_active = call.row_active, p.row_mask = call.row_mask;
+  p.pause = product_pause(call);
   p.rows = static_cast<int32_t>(call.rows), p.columns = static_cast<int32_t>(call.columns);
   p.k_steps = static_cast<int32_t>(quotient_up(call.depth, 16));
   p.m_tiles = static_cast<int32_t>(quotient_up(call.rows, Kernel::kClusterRows));

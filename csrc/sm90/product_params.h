@@ -22,6 +22,7 @@ struct alignas(128) ProductParams {
   int32_t rows, columns;      // M, C
   int32_t k_steps;            // ceil(K / 16)
   int32_t m_tiles, n_tiles;   // of a cluster
+  uint32_t pause;  // nanoseconds between some reads or writes of accumulators and the next, see product_pause
 };
 
 }  // namespace vocabshard::sm90

@@ -21,10 +21,8 @@ struct ProductKernel {
   static constexpr int kClusterRows = kRows, kClusterColumns = 2 * kColumns;
 
   static constexpr int kWarpgroup = 128, kThreads = 3 * kWarpgroup;
-  // Of the 168 a thread the kernel starts with. Reading accumulators into the tallest tile takes a few more.
-  static constexpr bool kTallInit = kInit && kBlocks == 3;
-  static constexpr int kProducerRegisters = kTallInit ? 24 : 40, kConsumerRegisters = kTallInit ? 240 : 232;
-  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
+  // Of the 168 a thread the kernel starts with: 128 * 40 + 256 * 232 <= 65536.
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   // An operand's tile is boxes of 64 elements by 64 lines. A along k comes as one box of all its rows. A across k: if
   // its boxes can't be shared out evenly, half the lines of each.
@@ -219,7 +217,7 @@ VS_DEVICE void consume(const ProductParams& p, uint32_t shared) {
     const Origin origin = tile_origin<Kernel>(p, position);
     TileOf<Kernel> acc;
     if constexpr (Kernel::kInit)
-      load_init(acc, p, origin.row, origin.column);
+      load_init(acc, p, origin.row, origin.column, i == 0 ? 0 : p.pause);
     else
       acc.clear();
     ptx::barrier_sync(kProductTurn + consumer, 2 * Kernel::kWarpgroup);
@@ -227,10 +225,11 @@ VS_DEVICE void consume(const ProductParams& p, uint32_t shared) {
     multiply_tile<Kernel>(acc, p, shared, stage, [&] {
       if (position + clusters() < tiles) ptx::barrier_arrive(kProductTurn + 1 - consumer, 2 * Kernel::kWarpgroup);
     });
+    const uint32_t pause = position + clusters() < tiles ? p.pause : 0;  // nobody multiplies beside the last tile's
     if constexpr (Kernel::kTransposedA)
-      store_tile<typename Kernel::Element>(acc, p, origin.row, origin.column);
+      store_tile<typename Kernel::Element>(acc, p, origin.row, origin.column, pause);
     else
-      store_active_floats(acc, p, origin.row, origin.column);
+      store_active_floats(acc, p, origin.row, origin.column, pause);
   }
 }
 

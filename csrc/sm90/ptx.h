@@ -21,6 +21,9 @@ VS_DEVICE uint32_t thread() {
 // The same number in all lanes, and known to be so: addresses made of it stay out of the vector registers.
 VS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 
+// Sleeps about so long; memory is not read or written earlier or later for it.
+VS_DEVICE void pause(uint32_t nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory"); }
+
 // ---- barriers in shared memory ----
 
 VS_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
