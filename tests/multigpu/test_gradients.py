@@ -51,7 +51,7 @@ def gradients(
 
 
 def chained(device: torch.device) -> torch.dtype:
-    """A dtype in which every backend has a chain to go on with: the Hopper kernels' products are of 16 bits."""
+    """A dtype whose chain is the device's own: of FMAs on the CPU, of the tensor core on a GPU."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
