@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import vocabshard as vs
+from vocabshard.dist.gather import gather_tensors
 from vocabshard.integrations.torch_native import VocabParallelHeadStyle, linear_cross_entropy
 from vocabshard.launching import Ranks
 from vocabshard.testing.compare import assert_same_bytes
@@ -53,9 +54,7 @@ def test_losses_over_a_group(ranks: Ranks, smoothing: float, z_loss: float, weig
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-6)
     for grad, alone in zip(grads, (whole[0], whole[1][rows], whole[2][rows]), strict=True):
         torch.testing.assert_close(grad, alone, rtol=1e-5, atol=1e-7)
-    everyone = [torch.empty_like(loss) for _ in range(ranks.world_size)]
-    dist.all_gather(everyone, loss)
-    assert all(torch.equal(other, loss) for other in everyone)
+    assert_same_bytes(gather_tensors(loss, dist.group.WORLD), loss.expand(ranks.world_size), "on every rank")
 
 
 @pytest.mark.parametrize("layout", ["replicated", "rows", "batch", "DTensor"])

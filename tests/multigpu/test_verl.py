@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import vocabshard as vs
+from vocabshard.dist.gather import gather_tensors
 from vocabshard.integrations.verl import linear_cross_entropy
 from vocabshard.launching import Ranks
 from vocabshard.testing.compare import assert_same_bytes
@@ -30,7 +31,8 @@ def test_values_are_one_ranks_and_gradients_add_up(ranks: Ranks) -> None:
     (want.logp.sum() + 0.3 * want.entropy.sum()).backward()
     for grad_hidden in ("parts", "whole"):
         leaves = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()]
-        logp, entropy = linear_cross_entropy(*leaves, labels, 1.5, "none", dist.group.WORLD, grad_hidden=grad_hidden)
+        options = {"grad_hidden": grad_hidden, "global_vocab_size": V}
+        logp, entropy = linear_cross_entropy(*leaves, labels, 1.5, "none", dist.group.WORLD, **options)
         assert_same_bytes(logp, want.logp.detach().flatten())
         assert_same_bytes(entropy, want.entropy.detach().flatten())
         (logp.sum() + 0.3 * entropy.sum()).backward()
@@ -46,9 +48,7 @@ class GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part: Tensor) -> Tensor:
         ctx.rows = part.shape[0]
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part.contiguous())
-        return torch.cat(parts)
+        return gather_tensors(part, dist.group.WORLD).flatten(0, 1)
 
     @staticmethod
     def backward(ctx, upstream: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def test_twenty_steps_as_verls_fused_forward(ranks: Ranks) -> None:
 
     def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         whole = GatherSequence.apply(hidden)
-        return linear_cross_entropy(whole, weight, labels, 1.5, "none", dist.group.WORLD)
+        return linear_cross_entropy(whole, weight, labels, 1.5, "none", dist.group.WORLD, global_vocab_size=V)
 
     want = train([hidden.clone().requires_grad_(), weight.clone().requires_grad_()], over_logits)
     own = [hidden[ranks.rank * part :][:part], weight[ranks.rank * size :][:size]]
