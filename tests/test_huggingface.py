@@ -303,6 +303,23 @@ def test_beside_the_real_trl() -> None:
         torch.testing.assert_close(hf.selective_log_softmax(logits, index), want, rtol=close, atol=close)
 
 
+def test_composed() -> None:
+    """Under autocast, with gradient checkpointing and through Dynamo."""
+    model, given = make().train(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        own = model(**given).loss
+    hf.patch_lm_head(model)
+    plain = model(**given).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model(**given).loss
+    torch.testing.assert_close(cast, own, rtol=1e-2, atol=1e-2)  # bf16 logits have steps of 1/128 and more
+    cast.backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(torch.compile(model, backend="eager")(**given).loss, plain)
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(model(**given).loss, plain)
+
+
 def test_twenty_steps() -> None:
     """The same losses as with the model's own head and logits."""
     losses = []
