@@ -6,13 +6,12 @@ Checks of values (targets, temperatures) run only where asked for: on a GPU they
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vocabshard.contract import CONTRACT_ID, ContractError
+from vocabshard.contract import CONTRACT_ID, ContractError, fp32
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions
 from vocabshard.sampling import SamplingProgram
@@ -298,17 +297,6 @@ def temperature_reciprocal(
     if not math.isfinite(reciprocal):
         raise ValueError(f"temperature {temperature!r} is too small: its reciprocal overflows fp32")
     return None if reciprocal == 1.0 else reciprocal
-
-
-def fp32(value: float) -> float:
-    """Rounds to fp32; what does not fit becomes inf. A flush-to-zero mode of the processor must not change it."""
-    try:
-        value = float(value)
-        if abs(value) < 2.0**-126:  # subnormal in fp32
-            return round(value * 2.0**149) * 2.0**-149
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
 
 
 def _reciprocal_rows(temperature: Tensor, validate: bool) -> Tensor:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import struct
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -198,3 +200,14 @@ def digest(described: dict[str, Any]) -> str:
     """32 hexadecimal digits of a JSON-able description."""
     text = json.dumps(described, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def fp32(value: float) -> float:
+    """Rounds to fp32; what does not fit becomes inf. A flush-to-zero mode of the processor must not change it."""
+    try:
+        value = float(value)
+        if abs(value) < 2.0**-126:  # subnormal in fp32
+            return round(value * 2.0**149) * 2.0**-149
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

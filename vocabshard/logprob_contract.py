@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, TypeGuard
 
-from vocabshard import checks
 from vocabshard import contract as C
-from vocabshard.contract import ContractError, breach
+from vocabshard.contract import ContractError, breach, fp32
 from vocabshard.sampling import SamplingProgram
 
 ROLES = ("trainer", "rollout", "reference")
@@ -118,7 +117,7 @@ class LogprobContract:
     def _check_numbers(self) -> None:
         """Numbers as the operators take them, in one form, so that 30 and 30.0 have one fingerprint."""
         if self.temperature is not None and self.temperature != "per-row":
-            rounded = checks.fp32(self.temperature) if _is_number(self.temperature) else 0.0
+            rounded = fp32(self.temperature) if _is_number(self.temperature) else 0.0
             if not (rounded > 0 and math.isfinite(rounded)):
                 raise breach(
                     "temperature", repr(self.temperature), "a positive finite number in fp32, 'per-row' or None",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vocabshard import checks, kernels, strict
 from vocabshard import contract as C
-from vocabshard.contract import ContractError, Provenance
+from vocabshard.contract import ContractError, Provenance, fp32
 from vocabshard.dist import agree
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.kernels.problem import LocalProblem
@@ -384,7 +384,7 @@ def _described(
     if inv_temperature is None:
         temperature: float | str | None = None
     else:
-        temperature = "per-row" if isinstance(inv_temperature, Tensor) else checks.fp32(float(request.temperature or 1))
+        temperature = "per-row" if isinstance(inv_temperature, Tensor) else fp32(float(request.temperature or 1))
     if request.sampling is not None and request.sampling.temperature is not None:
         temperature = None  # it is the program's
     return {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vocabshard import kernels
-from vocabshard.checks import fp32
+from vocabshard.contract import fp32
 from vocabshard.functional import linear_logp, vocab_parallel_logp
 from vocabshard.kernels.backends import LINEAR, NAMES, Site
 from vocabshard.ladder.inputs import (
