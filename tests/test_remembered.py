@@ -148,6 +148,18 @@ def test_nothing_of_a_call_is_kept_alive() -> None:
     assert [r() for r in gone] == [None] * 4
 
 
+def test_provenance_of_remembered_calls() -> None:
+    for options in ({}, {"temperature": 0.5}, {"temperature": torch.full((5,), 0.5)}, {"softcap": 3.0}):
+        told = []
+        for _ in range(2):
+            for entropy in (False, True):
+                out = vs.linear_logp(*problem(), return_lse=True, return_entropy=entropy, validate=False, **options)
+                told.append(out.provenance)
+        assert told[0] == told[2] == vs.provenance(*problem(), validate=False, **options)
+        assert told[1] == told[3] == vs.provenance(*problem(), validate=False, return_entropy=True, **options)
+        assert told[0] != told[1]
+
+
 def test_plans_of_a_shard_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_plans(monkeypatch)
     hidden, weight, target = problem()

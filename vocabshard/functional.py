@@ -185,10 +185,14 @@ def linear_logp(
         logp, lse, entropy, logits, _ = LinearLogp.apply(*operands_of_rows, plan.call)
     if not (return_lse or return_entropy or return_logits or best):
         return logp if len(shape) == 1 else logp.view(shape)
+    if len(shape) != 1:
+        logp = logp.view(shape)
+        lse = None if lse is None else lse.view(shape)
+        entropy = None if entropy is None else entropy.view(shape)
     return LogpOutput(
-        logp.view(shape),
-        lse.view(shape) if return_lse and lse is not None else None,
-        entropy.view(shape) if return_entropy and entropy is not None else None,
+        logp,
+        lse if return_lse else None,
+        entropy if return_entropy else None,
         logits.view(*shape, weight.shape[0]) if return_logits and logits is not None else None,
         provenance=plan.provenance(weight.device),
         cut=None if operands_of_rows.cut is None else operands_of_rows.cut.view(shape),

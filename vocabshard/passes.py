@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vocabshard.contract import Provenance
 from vocabshard.dist.fold import fold
 from vocabshard.dist.gather import gather_rows, gather_tensors, rank_and_size
 from vocabshard.dist.grad import HiddenSum, continue_over_group
@@ -31,6 +32,7 @@ class Outcome:
 
     saved_rows: int = 0
     saved_reason: str = ""
+    told: Provenance | None = None
 
 
 @dataclass(frozen=True)
