@@ -4,6 +4,7 @@
 #pragma once
 
 #include "contract.h"
+#include "sm90/entropy_sum.h"
 #include "sm90/ptx.h"
 
 namespace vocabshard::sm90 {
@@ -59,12 +60,10 @@ VS_DEVICE void limbs_add_tile(int64_t* c, int32_t J, float s, int32_t K) {
 }
 
 VS_DEVICE void limbs_add_entropy(int64_t* u, int32_t J, float s, float d, int32_t K) {
-  const double value = add(mul(static_cast<double>(K), static_cast<double>(s)), static_cast<double>(d));
-  const uint64_t b = bits(value);
-  const int32_t e = static_cast<int32_t>((b >> 52) & 0x7ff), n = e - 1075 + K - kScale - 32 * (J - 2);
-  const uint32_t low = e == 0 ? 0u : static_cast<uint32_t>(b);
-  const uint32_t high = e == 0 ? 0u : (static_cast<uint32_t>(b >> 32) & 0xfffffu) | 0x100000u;
-  const int64_t sign = static_cast<int64_t>(b) < 0 ? -1 : 1;
+  const EntropyValue value = entropy_value(K, s, d);
+  const int32_t n = value.e + K - kScale - 32 * (J - 2);
+  const uint32_t low = static_cast<uint32_t>(value.m), high = static_cast<uint32_t>(value.m >> 32);
+  const int64_t sign = value.negative ? -1 : 1;
   u[2] += sign * static_cast<int64_t>(ptx::shifted(low, n) | ptx::shifted(high, n + 32));
   u[1] += sign * static_cast<int64_t>(ptx::shifted(low, n - 32) | ptx::shifted(high, n));
   u[0] += sign * static_cast<int64_t>(ptx::shifted(low, n - 64) | ptx::shifted(high, n - 32));
@@ -88,6 +87,24 @@ struct TileSum<true> {
   int32_t K;
 };
 
+// Two terms, and d times each of them. Their chains run in step: ptxas, which sees registers run short, would take one
+// after the other, and moves nothing across the fence. All columns at once would be in the tensor cores' way.
+VS_DEVICE void two_terms(const float* y, const Scale& s, float minus_k, float* e, float* w) {
+  float v[2], t[2], f[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    v[j] = fmaxf(y[j], s.low);
+    t[j] = fma(v[j], kLog2e, s.magic);
+    f[j] = fma(v[j], kLog2e, add(s.magic, -t[j]));
+  }
+  ptx::schedule_fence();
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    e[j] = from_bits(bits(exp_poly(f[j])) + (bits(t[j]) << 23));
+    w[j] = mul(e[j], fma(v[j], kLog2e, minus_k));
+  }
+}
+
 // The tree is contract.h's tree16, four columns at a time.
 template <bool kEntropy>
 VS_DEVICE TileSum<kEntropy> tile_sum(const float (&y)[kTile], const Scale& scale) {
@@ -96,11 +113,12 @@ VS_DEVICE TileSum<kEntropy> tile_sum(const float (&y)[kTile], const Scale& scale
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float e[4], w[4];
+    if constexpr (kEntropy) {
+      two_terms(y + 4 * i, scale, minus_k, e, w);
+      two_terms(y + 4 * i + 2, scale, minus_k, e + 2, w + 2);
+    } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float v = fmaxf(y[4 * i + j], scale.low);
-      e[j] = scaled_term(v, scale);
-      if constexpr (kEntropy) w[j] = mul(e[j], fma(v, kLog2e, minus_k));
+      for (int j = 0; j < 4; ++j) e[j] = scaled_term(fmaxf(y[4 * i + j], scale.low), scale);
     }
     e4[i] = add(add(e[0], e[1]), add(e[2], e[3]));
     if constexpr (kEntropy) w4[i] = add(add(w[0], w[1]), add(w[2], w[3]));
