@@ -128,15 +128,15 @@ def active_rows(grads: RowGrads) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    z = _product(hidden, weight.t())
+    z = product(hidden, weight.t())
     return z if bias is None else z.add_(bias.float())
 
 
 def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
-    to += _product(a, b)
+    to += product(a, b)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in fp32, half-precision operands multiplied on the tensor cores where torch can keep the accumulator."""
     if a.dtype == torch.float32:
         return a @ b

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocabshard.kernels.blockwise import active_rows, without_autocast
+from vocabshard.kernels.blockwise import active_rows, product, without_autocast
 from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.partials import new_records
 from vocabshard.sampling import left_out
@@ -106,7 +106,8 @@ def backward(
     kernel: ModuleType,
     cut: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The kernel interface's backward under a cut. Sums are fp32, in the order of a library's products."""
+    """The kernel interface's backward under a cut. A block's gradient of the logits is rounded to the operands' dtype
+    for the products; sums are fp32, in the order of a library's."""
     if takes_cut(kernel, "backward"):
         return kernel.backward(
             hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how, cut=cut
@@ -127,13 +128,14 @@ def backward(
         dz, z = dz[:, :valid], z[:, :valid]  # padding rows must not be multiplied, not even by 0
         if problem.softcap is not None:
             dz = dz * torch.where(torch.isfinite(z), 1 - (z / problem.softcap).square(), 0.0)
-        if grad_hidden is not None:
-            grad_hidden[rows] += dz @ weight[:valid].float()
-        if grad_weight is not None:
-            counted = torch.where(active[rows, None], hidden[rows].float(), 0.0)
-            grad_weight[:valid] += dz.t() @ counted
         if grad_bias is not None:
             grad_bias[:valid] += dz.sum(0)
+        dz = dz.to(hidden.dtype)
+        if grad_hidden is not None:
+            grad_hidden[rows] += product(dz, weight[:valid])
+        if grad_weight is not None:
+            nothing = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+            grad_weight[:valid] += product(dz.t(), torch.where(active[rows, None], hidden[rows], nothing))
     if grad_hidden is not None and how.hidden_ready is not None:
         how.hidden_ready(grad_hidden)
     if grad_weight is not None and how.main_grad is not None:
