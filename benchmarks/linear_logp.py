@@ -7,11 +7,11 @@
 A config is N,D,V. Times are medians over shuffled, interleaved rounds; ratios are medians of the ratios within a round:
 the forward to the product z = hidden @ weight.T alone (2 N D V operations, its output written), forward + backward to
 the four products z, z, dH, dW that it takes when nothing of size N * V is kept; ours with everything kept (--kept 1) to
-three, z, dH, dW; ours with a frozen weight to z, z, dH. --kept is the share of the rows whose logits a budget lets the
-forward keep. Memory is the allocator's peak beyond
-the inputs, gradients included. All get the same inputs and one upstream gradient a row that bf16 holds exactly; who
-takes none (QuACK's loss is a scalar) gets all ones. The error is the largest of |logp - fp64's| over some rows. A
-backend or peer that is asked for and is not there is an error. It runs on the GPU if there is one.
+three, z, dH, dW; ours with a frozen weight to z, z, dH, or to z, dH. --kept is the share of the rows whose logits a
+budget lets the forward keep. Memory is the allocator's peak beyond the inputs, gradients included. All get the same
+inputs and one upstream gradient a row that bf16 holds exactly; who takes none (QuACK's loss is a scalar) gets all ones.
+The error is the largest of |logp - fp64's| over some rows. A backend or peer that is asked for and is not there is an
+error. It runs on the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 FORWARD, BOTH = "forward", "forward + backward"
-KEPT, FROZEN = "z dH dW", "z z dH"  # products of a forward + backward, as FOUR
+KEPT, FROZEN, FROZEN_KEPT = "z dH dW", "z z dH", "z dH"  # products of a forward + backward, as FOUR
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,16 @@ def ours(backend: str, dtype: torch.dtype, kept: float = 0.0, variant: str = "")
     except ValueError as error:
         raise SystemExit(f"--backends asks for {backend}: {error}") from error
     name = f"vocabshard {backend}" + (f", {kept:.0%} kept" if kept else "") + (f", {variant}" if variant else "")
-    floor = FROZEN if variant == "frozen" else KEPT if kept == 1 else FOUR
+    floor = (FROZEN_KEPT if kept == 1 else FROZEN) if variant == "frozen" else KEPT if kept == 1 else FOUR
     return Candidate(name, logp, "vocabshard", floor=floor)
 
 
 def _torch_plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return torch.log_softmax(F.linear(hidden, weight), -1).gather(1, target[:, None])[:, 0]
+
+
+def _torch_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -F.cross_entropy(F.linear(hidden, weight).float(), target, reduction="none")
 
 
 def peer(name: str) -> list[Candidate]:
@@ -99,7 +103,8 @@ def peer(name: str) -> list[Candidate]:
             Candidate("torch, fp32 log_softmax", torch_logp, "torch"),
         ]
     if name == "compile":
-        return [Candidate("torch.compile", torch.compile(torch_logp), "torch")]
+        # a cross-entropy, whose gradient it fuses; that of a gather it makes as a matrix of its own
+        return [Candidate("torch.compile", torch.compile(_torch_loss, dynamic=False), "torch")]
     if name == "liger":
         liger = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
         return [Candidate("Liger scaled CE", lambda h, w, t: -liger.apply(h, w, t), "liger-kernel")]
@@ -125,7 +130,7 @@ def forward(candidate: Candidate, x: HeadInputs) -> Callable[[], Any]:
 
 def both(candidate: Candidate, x: HeadInputs) -> Callable[[], Any]:
     hidden, weight = x.hidden.detach().requires_grad_(), x.weight.detach()
-    leaves = [hidden] if candidate.floor == FROZEN else [hidden, weight.requires_grad_()]
+    leaves = [hidden] if candidate.floor in (FROZEN, FROZEN_KEPT) else [hidden, weight.requires_grad_()]
 
     def call() -> Any:
         results = candidate.logp(hidden, weight, x.target)
@@ -312,7 +317,8 @@ def main() -> None:
     candidates = []
     for backend in filter(None, args.backends.split(",")):
         candidates += [ours(backend, DTYPES[args.dtype], kept) for kept in shares]
-        candidates += [ours(backend, DTYPES[args.dtype], variant=variant) for variant in variants]
+        # with nothing kept, and with everything where that is asked for
+        candidates += [ours(backend, DTYPES[args.dtype], k, v) for v in variants for k in (0.0, 1.0) if k in shares]
     for name in filter(None, args.peers.split(",")):
         try:
             candidates += peer(name)

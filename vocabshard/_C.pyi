@@ -158,6 +158,13 @@ class FoldRows:
         maximum: int,
     ) -> None: ...
 
+class KeptRows:
+    """Where a forward leaves codes and references of its first rows."""
+
+    def __init__(
+        self, codes: int, codes_row: int, references: int, references_group: int, rows: int, groups: int
+    ) -> None: ...
+
 class Sm90Forward:
     """A forward of `hidden` and `weight` on CUDA device `device`, to be planned and launched there."""
 
@@ -197,8 +204,9 @@ class Sm90Forward:
         records: int,
         fold: FoldRows,
         cut: int = 0,
+        kept: KeptRows = ...,
     ) -> None:
-        """Records, or with records == 0 the folded rows."""
+        """Records, or with records == 0 the folded rows; what is kept of the first rows."""
 
 SAMPLING_COLUMNS: int
 SAMPLING_STEPS: int
@@ -304,11 +312,12 @@ def sm90_grad_hidden(
     row_active: int = 0,
     grad: int,
     grad_row: int,
+    grad_element: int,
     go_on: bool,
     add: bool = False,
     stream: int,
 ) -> None:
-    """grad [N, D] fp32 = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; add: += a chain of its own."""
+    """grad [N, D] = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; add: += a chain of its own."""
 
 def sm90_grad_weight(
     *,
@@ -420,6 +429,27 @@ def sm90_add_fma_product(
     stream: int,
 ) -> None:
     """out [rows, columns] fp32 goes on by a [rows, depth] @ b [depth, columns], one FMA at a time."""
+
+def sm90_dlogits_kept(
+    *,
+    device: int,
+    rows: int,
+    columns: int,
+    codes: int,
+    codes_row: int,
+    references: int,
+    references_group: int,
+    target_y: int,
+    plain: bool,
+    first_column: int,
+    row_terms: int,
+    out: int,
+    out_row: int,
+    bias_sums: int = 0,
+    sums_row: int = 0,
+    stream: int,
+) -> None:
+    """dlogits of a block of columns from what the forward kept of them, in bf16, [rows, out_row]."""
 
 def sm90_bias_sums(
     *, device: int, sums: int, blocks: int, stride: int, columns: int, grad_bias: int, bias_element: int, stream: int

@@ -18,6 +18,12 @@ def _no_double_backward() -> None:
         )
 
 
+def _runs_again() -> bool:
+    """Whether the backward under way keeps its graph, so that it may run again; yes where torch doesn't say."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
+
+
 class LinearLogp(torch.autograd.Function):
     """hidden [N, D], weight [V_local, D], bias, target_ids int64 [N] -> logp, lse, entropy, logits, maximum.
 
@@ -61,6 +67,7 @@ class LinearLogp(torch.autograd.Function):
             (upstream[0], upstream[1], upstream[2]),
             KeptLogits(tuple(kept)) if kept else None,
             Needs(*ctx.needs_input_grad[:3]),
+            last_use=not _runs_again(),
         )
         return *gradients, None, None, None, None
 

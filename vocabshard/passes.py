@@ -64,14 +64,18 @@ class Call:
             return None
         size = self.kernel.kept_bytes_per_row(self.problem.valid, weight.dtype)
         kept = None
+        refused = getattr(self.kernel, "why_not_kept", None)
         if x.cut is not None and not truncated.takes_cut(self.kernel, "backward"):
             self.outcome.saved_reason = f"backend {self.backend!r} always recomputes under a truncation"
+        elif refusal := refused(x.hidden, weight, self.problem) if refused else "":
+            self.outcome.saved_reason = refusal
         elif size == 0:
             self.outcome.saved_reason = f"backend {self.backend!r} always recomputes"
         else:
             available = free_bytes(weight.device) // 2 if budget == "auto" else int(budget)
-            fitting = min(rows, available // size)
+            fitting, step = min(rows, available // size), getattr(self.kernel, "KEPT_ROWS", 1)
             if fitting < rows:
+                fitting -= fitting % step
                 self.outcome.saved_reason = f"{available} bytes hold {fitting} of {rows} rows of {size} bytes"
             try:
                 kept = (
@@ -202,13 +206,17 @@ def linear_backward(
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
     kept: KeptLogits | None,
     needs: Needs,
+    last_use: bool = False,
 ) -> Gradients:
-    """From upstream gradients [N] of logp, lse and entropy to what autograd gets of hidden, weight and bias."""
+    """From upstream gradients [N] of logp, lse and entropy to what autograd gets of hidden, weight and bias.
+
+    last_use: no other backward will read `kept`.
+    """
     dtype = x.hidden.dtype
     if call.sequence_parallel:
         ((_, hidden),) = gather_rows(x.hidden, call.group, pieces=False)
         x = x._replace(hidden=hidden)
-    run = _LocalBackward(call, x, saved, call.row_grads(x.target_ids, *upstream), kept)
+    run = _LocalBackward(call, x, saved, call.row_grads(x.target_ids, *upstream), kept, last_use)
     ordered = call.grad.reduce == "ordered" and needs.hidden
     grad_hidden, grad_weight, grad_bias = run.ordered(needs) if ordered else run.summed(needs)
     if needs.weight and call.grad.main_grad is not None:
@@ -228,6 +236,7 @@ class _LocalBackward(NamedTuple):
     saved: SavedRows
     grads: RowGrads
     kept: KeptLogits | None
+    last_use: bool
 
     def on(self, rows: slice, needs: Needs, how: GradPlan) -> Gradients:
         """The kernel's backward of those rows alone."""
@@ -263,9 +272,15 @@ class _LocalBackward(NamedTuple):
         call = self.call
         total = HiddenSum(call.group, call.grad.wire_dtype, call.sequence_parallel)
         if not needs.hidden:
-            return self.on(self.every_row, needs, GradPlan(call.grad.main_grad))
+            return self.on(self.every_row, needs, GradPlan(call.grad.main_grad, last_use=self.last_use))
         parts = total.parts(*self.x.hidden.shape)
-        how = GradPlan(call.grad.main_grad, hidden_ready=total.start, ready_rows=parts)
+        how = GradPlan(
+            call.grad.main_grad,
+            hidden_ready=total.start,
+            ready_rows=parts,
+            last_use=self.last_use,
+            rounded_hidden=rank_and_size(call.group)[1] == 1,
+        )
         grad_hidden, grad_weight, grad_bias = self.on(self.every_row, needs, how)
         assert grad_hidden is not None
         return total.result(grad_hidden), grad_weight, grad_bias

@@ -13,12 +13,15 @@ void register_products(py::module_& module) {
       "sm90_grad_hidden",
       [](int device, int32_t element, int64_t rows, int64_t depth, int64_t columns, uintptr_t dlogits,
          int64_t dlogits_row, uintptr_t weight, int64_t weight_row, uintptr_t row_active, uintptr_t grad,
-         int64_t grad_row, bool go_on, bool add, uintptr_t stream) {
+         int64_t grad_row, int32_t grad_element, bool go_on, bool add, uintptr_t stream) {
+        if (grad_element != kFloat && (go_on || add || grad_element != element))
+          throw std::invalid_argument(
+              "grad must be fp32, or of the operands' type and neither gone on from nor added to");
         ProductCall call = {};
         call.element = element, call.rows = rows, call.depth = columns, call.columns = depth;
         call.a = pointer<void>(dlogits), call.a_row = dlogits_row, call.b = pointer<void>(weight);
         call.b_row = weight_row, call.out = pointer<void>(grad), call.out_row = grad_row;
-        call.output = add ? kProductAdd : kProductFloat;
+        call.output = grad_element != kFloat ? kProductElement : add ? kProductAdd : kProductFloat;
         if (go_on) call.init = pointer<float>(grad), call.init_row = grad_row;
         call.row_active = pointer<uint8_t>(row_active);
         const OnDevice guard(device);
@@ -26,8 +29,9 @@ void register_products(py::module_& module) {
       },
       py::kw_only(), py::arg("device"), py::arg("element"), py::arg("rows"), py::arg("depth"), py::arg("columns"),
       py::arg("dlogits"), py::arg("dlogits_row"), py::arg("weight"), py::arg("weight_row"), py::arg("row_active") = 0,
-      py::arg("grad"), py::arg("grad_row"), py::arg("go_on"), py::arg("add") = false, py::arg("stream"),
-      "grad [N, D] fp32 = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; add: += a chain of its own.");
+      py::arg("grad"), py::arg("grad_row"), py::arg("grad_element"), py::arg("go_on"), py::arg("add") = false,
+      py::arg("stream"),
+      "grad [N, D] = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; add: += a chain of its own.");
   module.def(
       "sm90_grad_weight",
       [](int device, int32_t element, int64_t rows, int64_t depth, int64_t columns, uintptr_t dlogits,

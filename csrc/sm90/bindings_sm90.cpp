@@ -44,6 +44,11 @@ FoldRows fold_rows(int64_t ignore_index, int64_t real_vocab_size, bool invalid_i
           pointer<float>(maximum)};
 }
 
+KeptRows kept_rows(uintptr_t codes, int64_t codes_row, uintptr_t references, int64_t references_group, int32_t rows,
+                   int32_t groups) {
+  return {pointer<uint16_t>(codes), codes_row, pointer<float>(references), references_group, rows, groups};
+}
+
 }  // namespace
 
 void register_sm90(py::module_& module) {
@@ -54,6 +59,9 @@ void register_sm90(py::module_& module) {
       .def(py::init(&fold_rows), py::arg("ignore_index"), py::arg("real_vocab_size"), py::arg("invalid_is_nan"),
            py::arg("logp"), py::arg("lse"), py::arg("entropy"), py::arg("lse2_int"), py::arg("lse2_frac"),
            py::arg("maximum"));
+  py::class_<KeptRows>(module, "KeptRows", "Where a forward leaves codes and references of its first rows.")
+      .def(py::init(&kept_rows), py::arg("codes"), py::arg("codes_row"), py::arg("references"),
+           py::arg("references_group"), py::arg("rows"), py::arg("groups"));
   py::class_<DeviceForward>(module, "Sm90Forward", "A forward of `hidden` and `weight`, to be planned and launched.")
       .def(py::init(&forward_call), py::arg("device"), py::arg("element"), py::arg("rows"), py::arg("depth"),
            py::arg("columns"), py::arg("hidden"), py::arg("hidden_row"), py::arg("hidden_column"), py::arg("weight"),
@@ -71,7 +79,7 @@ void register_sm90(py::module_& module) {
           [](DeviceForward& forward, uintptr_t stream, uintptr_t workspace, uintptr_t target_ids, int64_t vocab_start,
              int64_t valid, uintptr_t bias, int32_t bias_element, uintptr_t row_inv_temperature, float inv_temperature,
              float softcap, uintptr_t logits, int64_t logits_row, uintptr_t records, const FoldRows& fold,
-             uintptr_t cut) {
+             uintptr_t cut, const KeptRows& kept) {
             ForwardCall& call = forward.call;
             call.workspace = pointer<void>(workspace);
             call.target_ids = pointer<int64_t>(target_ids);
@@ -80,14 +88,15 @@ void register_sm90(py::module_& module) {
             call.row_inv_temperature = pointer<float>(row_inv_temperature), call.inv_temperature = inv_temperature;
             call.softcap = softcap, call.cut = pointer<int64_t>(cut);
             call.logits = pointer<float>(logits), call.logits_row = logits_row;
-            call.records = pointer<int64_t>(records), call.fold = fold;
+            call.records = pointer<int64_t>(records), call.fold = fold, call.kept = kept;
             const OnDevice guard(forward.device);
             launch_forward(call, as_stream(stream));
           },
           py::arg("stream"), py::arg("workspace"), py::arg("target_ids"), py::arg("vocab_start"), py::arg("valid"),
           py::arg("bias"), py::arg("bias_element"), py::arg("row_inv_temperature"), py::arg("inv_temperature"),
           py::arg("softcap"), py::arg("logits"), py::arg("logits_row"), py::arg("records"), py::arg("fold"),
-          py::arg("cut") = 0, "Records, or with records == 0 the folded rows.");
+          py::arg("cut") = 0, py::arg("kept") = KeptRows{},
+          "Records, or with records == 0 the folded rows; what is kept of the first rows.");
 
   module.attr("SM90_PATHS") =
       py::dict(py::arg("auto") = int(kAuto), py::arg("rows128") = int(kRows128), py::arg("rows64") = int(kRows64),

@@ -77,6 +77,25 @@ struct DlogitsCall {
 
 void launch_dlogits(const DlogitsCall& call, cudaStream_t stream);
 
+// The same of rows that were kept (kept_code.h), to bf16. Their y have bias and temperature in them; no softcap.
+struct DlogitsKeptCall {
+  int64_t rows, columns;    // columns of the block, all of them real vocabulary
+  const uint16_t* codes;    // [rows, codes_row] from the block's first column on
+  int64_t codes_row;        // a multiple of 8, as out_row
+  const float* references;  // of the block's group g and row n: [g * references_group + n]
+  int64_t references_group;
+  const float* target_y;        // [rows], read where the row's target is in this shard
+  bool plain;                   // no gradient of the entropy
+  int64_t first_column;         // of the block in the shard, a multiple of 64
+  const DlogitsRow* row_terms;  // [rows]
+  void* out;                    // [rows, out_row], all columns of the block's groups; may be `codes`
+  int64_t out_row;
+  float* bias_sums;  // [ceil(rows / 128), sums_row]: sums of dz over blocks of 128 rows; or null
+  int64_t sums_row;
+};
+
+void launch_dlogits_kept(const DlogitsKeptCall& call, cudaStream_t stream);
+
 // grad_bias[columns], of bias_element, from the sums of all blocks of rows, in ascending order.
 void launch_bias_sums(const float* sums, int64_t blocks, int64_t stride, int64_t columns, void* grad_bias,
                       int32_t bias_element, cudaStream_t stream);

@@ -57,6 +57,14 @@ RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   work.cut = call.cut == nullptr ? nullptr : call.cut + first;
   work.logits = call.logits == nullptr ? nullptr : call.logits + first * call.logits_row;
   work.logits_stride = call.logits_row;
+  work.kept = call.kept;
+  work.kept.rows = static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(call.kept.rows - first, rows)));
+  if (work.kept.rows == 0) {
+    work.kept = {};
+  } else {
+    work.kept.codes += first * call.kept.codes_row;
+    work.kept.references += first;
+  }
   return work;
 }
 
@@ -181,6 +189,11 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   }
   const int32_t multiprocessors = multiprocessor_count();
   const ForwardPlan plan = plan_forward(call, multiprocessors);
+  require(call.kept.rows == 0 || plan.path == kRows128 || plan.path == kRows64,
+          "logits are kept by the tensor-core kernels that read by TMA alone");
+  require(call.kept.rows == 0 || (call.kept.codes_row % 8 == 0 && call.kept.codes_row >= call.kept.groups * 64 &&
+                                  reinterpret_cast<uintptr_t>(call.kept.codes) % 16 == 0),
+          "what is kept must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");
   for (int64_t first = 0; first < call.rows; first += plan.chunk_rows) {
     const int64_t rows = std::min(plan.chunk_rows, call.rows - first);
     if (plan.path == kRows128 || plan.path == kRows64)

@@ -5,6 +5,7 @@
 #include "sm90/check.h"
 #include "sm90/epilogue.h"
 #include "sm90/forward_wgmma.h"
+#include "sm90/kept.h"
 #include "sm90/lanes.h"
 #include "sm90/mainloop.cuh"
 #include "sm90/params.h"
@@ -84,6 +85,7 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
         for (int r = 0; r < 2 * kMBlocks; ++r) acc.at(r, a, j) = padding ? neg_inf() : acc.at(r, a, j);
       }
   }
+  if (work.kept.codes != nullptr) store_kept(acc, work.kept, tile);
   int64_t* counters = reinterpret_cast<int64_t*>(base + Layout::kCounters) + tile.w * Layout::kPlaceWords +
                       warp * (2 * kMBlocks * Layout::kRowGroupWords) + lane;
   float* maxima = reinterpret_cast<float*>(base + Layout::kMaxima) + tile.w * Layout::kRows;

@@ -34,6 +34,16 @@ struct FoldRows {
   float* maximum;
 };
 
+// What a forward leaves of its first rows for the backward (kept_code.h). Columns are those that are real, in groups
+// of 64.
+struct KeptRows {
+  uint16_t* codes;    // [rows, codes_row], a code for each column of every group; null: nothing is kept
+  int64_t codes_row;  // a multiple of 8
+  float* references;  // of group g and row n: [g * references_group + n]
+  int64_t references_group;
+  int32_t rows, groups;
+};
+
 struct ForwardCall {
   int32_t element;  // of hidden and weight
   int64_t rows, depth, columns;
@@ -53,6 +63,7 @@ struct ForwardCall {
   bool entropy;
   float* logits;  // [rows, columns] or null
   int64_t logits_row;
+  KeptRows kept;     // by kRows128 and kRows64 alone
   int64_t* records;  // [4 or 7, rows]; null: rows are folded at once, as of a group of one
   FoldRows fold;     // for then
   void* workspace;   // forward_workspace bytes, aligned to 256

@@ -32,6 +32,7 @@ struct RowWork {
   bool scaled;
   float* logits;          // [rows, columns] or null
   int64_t logits_stride;  // elements a row
+  KeptRows kept;          // of these rows
 };
 
 constexpr int kDepth = 64;  // elements of k a stage holds: 128 bytes, the swizzle's width

@@ -31,10 +31,8 @@ void launch_product(const ProductCall& call, cudaStream_t stream) {
   require(on_16_bytes(call.out, call.out_row, call.output == kProductElement ? 2 : 4) &&
               (call.init == nullptr || on_16_bytes(call.init, call.init_row, 4)),
           "the sums must have bases and row strides on 16 bytes");
-  require(call.transposed || (call.output != kProductElement && (call.init == nullptr || call.init == call.out)),
-          "grad_hidden is fp32 and goes on from itself");
-  require(call.transposed || call.output != kProductAdd || call.init == nullptr,
-          "grad_hidden goes on, or a chain of its own is added to it");
+  require(call.transposed || call.init == nullptr || (call.output == kProductFloat && call.init == call.out),
+          "grad_hidden goes on from itself in fp32, or a chain of its own is added to it or stored");
   if (call.rows == 0 || call.columns == 0) return;
   const int32_t multiprocessors = multiprocessor_count();
   call.element == kHalf ? launch_product_fp16(call, multiprocessors, stream)

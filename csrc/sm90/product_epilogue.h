@@ -16,7 +16,8 @@
 
 namespace vocabshard::sm90 {
 
-constexpr int kMostBlocksToAdd = 2;  // a row's old values and more accumulators do not fit the registers
+constexpr int kMostBlocksToRound = 2;  // where the choice is made row by row: with more accumulators it spills
+constexpr int kMostBlocksToAdd = 2;    // a row's old values and more accumulators do not fit the registers
 
 // kBlocks blocks of 64 rows. Row 8 h + lane / 4 of a warp's 16, column 8 j + 2 q + e: at 4 j + 2 h + e.
 template <int kBlocks, int kColumns>
@@ -220,10 +221,10 @@ VS_DEVICE void store_tile(ProductTile<kBlocks, kColumns>& acc, const ProductPara
                     [&](int m, int h, int64_t row) { store_floats(acc, p, m, h, row, first_column, pause); });
 }
 
-// fp32. A row that is not active stays what it was: `out`, which is `init`, or zeros.
-template <int kBlocks, int kColumns>
-VS_DEVICE void store_active_floats(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
-                                   int32_t first_column, uint32_t pause) {
+// A row that is not active stays what it was: `out`, which is `init`, or zeros.
+template <class Element, int kBlocks, int kColumns>
+VS_DEVICE void store_active(ProductTile<kBlocks, kColumns>& acc, const ProductParams& p, int32_t first_row,
+                            int32_t first_column, uint32_t pause) {
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
@@ -234,7 +235,10 @@ VS_DEVICE void store_active_floats(ProductTile<kBlocks, kColumns>& acc, const Pr
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) acc.d[m][4 * j + 2 * h] = acc.d[m][4 * j + 2 * h + 1] = 0.0f;
       }
-      store_floats(acc, p, m, h, row, first_column, pause);
+      if (kBlocks <= kMostBlocksToRound && p.output == kProductElement)
+        store_elements<Element>(acc, p, m, h, row, first_column);
+      else
+        store_floats(acc, p, m, h, row, first_column, pause);
     }
 }
 

@@ -59,7 +59,8 @@ void launch_product_element(const ProductCall& call, int32_t multiprocessors, cu
   constexpr int64_t kColumnsOfInit = 800;
   const int64_t low = rows_of_cluster(call, 128, most_clusters);
   const int64_t exposed = call.transposed || call.init == nullptr ? 0 : 100 * kColumnsOfInit / call.depth;
-  const bool tall = 100 * rows_of_cluster(call, 192, most_clusters) <= (101 + exposed) * low;
+  const bool rounded = !call.transposed && call.output == kProductElement;
+  const bool tall = !rounded && 100 * rows_of_cluster(call, 192, most_clusters) <= (101 + exposed) * low;
   const bool wide = !tall && rows_of_cluster(call, 256, most_clusters) <= low;
   // Where few rows leave most of the chip idle, narrow tiles: each multiprocessor gets 64 bytes a cycle at most.
   const int64_t clusters = quotient_up(call.rows, 128) * quotient_up(call.columns, 256);

@@ -229,7 +229,7 @@ VS_DEVICE void consume(const ProductParams& p, uint32_t shared) {
     if constexpr (Kernel::kTransposedA)
       store_tile<typename Kernel::Element>(acc, p, origin.row, origin.column, pause);
     else
-      store_active_floats(acc, p, origin.row, origin.column, pause);
+      store_active<typename Kernel::Element>(acc, p, origin.row, origin.column, pause);
   }
 }
 

@@ -92,24 +92,37 @@ VS_DEVICE void load_wide(WideTile& acc, const ProductParams& p, int32_t first_ro
     }
 }
 
-// As store_active_floats.
+// As store_active.
+template <class Element>
 VS_DEVICE void store_wide(WideTile& acc, const ProductParams& p, int32_t first_row, int32_t first_column) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int64_t row = tile_row(first_row, 0, h);
     const int q = quad_lane();
-    const int32_t column = first_column + exchanged_column(q);
-    int32_t end = row < p.rows ? p.columns - column : 0;
+    int32_t end = row < p.rows ? p.columns - first_column : 0;
     if (p.row_active != nullptr && row < p.rows && p.row_active[row] == 0) {
       if (p.init != nullptr || p.output == kProductAdd) end = 0;
 #pragma unroll
       for (int j = 0; j < 32; ++j) acc.d[4 * j + 2 * h] = acc.d[4 * j + 2 * h + 1] = 0.0f;
     }
-    float* to = static_cast<float*>(p.out) + row * p.out_row + column;
+    if (p.output == kProductElement) {
+      Element* to = static_cast<Element*>(p.out) + row * p.out_row + first_column + 8 * q;
+#pragma unroll
+      for (int j = 0; j < 32; j += 4) {
+        uint32_t v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = pack<Element>(acc.d[4 * (j + i) + 2 * h], acc.d[4 * (j + i) + 2 * h + 1]);
+        const uint4 block = transpose_quad(v, q);
+        if (8 * (j + q) < end) __stcg(reinterpret_cast<uint4*>(to + 8 * j), block);
+      }
+      continue;
+    }
+    const int32_t column = exchanged_column(q);
+    float* to = static_cast<float*>(p.out) + row * p.out_row + first_column + column;
 #pragma unroll
     for (int j = 0; j < 32; j += 2) {
       const float4 v = exchange_pairs(acc.d + 4 * j + 2 * h, q);
-      if (8 * j < end) put_floats(to + 8 * j, v, p);
+      if (8 * j + column < end) put_floats(to + 8 * j, v, p);
     }
   }
 }
@@ -167,7 +180,7 @@ VS_DEVICE void consume_wide(const ProductParams& p, uint32_t shared) {
     WideTile acc;
     load_wide(acc, p, origin.row + below, origin.column);
     multiply_wide<Kernel>(acc, p, shared, stage, consumer);
-    store_wide(acc, p, origin.row + below, origin.column);
+    store_wide<typename Kernel::Element>(acc, p, origin.row + below, origin.column);
   }
 }
 

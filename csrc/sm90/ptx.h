@@ -173,6 +173,20 @@ VS_DEVICE float load_float(const void* at) {
   return x;
 }
 
+// Stores without a branch, of lines that are not read soon: where a branch would have to end before the next shuffle.
+VS_DEVICE void store_stream_if(bool wanted, void* to, uint4 x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.cs.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
+                   static_cast<int>(wanted)),
+               "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+VS_DEVICE void store_stream_if(bool wanted, float* to, float x) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.cs.f32 [%1], %2;\n}" ::"r"(static_cast<int>(wanted)),
+      "l"(to), "f"(x)
+      : "memory");
+}
+
 // ---- arithmetic ----
 
 // A maximum that keeps a NaN from either side, and +0 over -0.

@@ -7,10 +7,12 @@ A kernel module has
     forward_scores(the same, want_lse) -> logp, lse | None, entropy | None, logits | None
                                                             both optional: forward and fold at once, for one process
     backward(hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
-        -> grad_hidden fp32 [N, D] | None, grad_weight | None, grad_bias | None
+        -> grad_hidden fp32 [N, D] (see GradPlan.rounded_hidden) | None, grad_weight | None, grad_bias | None
     row_grads(upstream, target_ids, ignore_index, real_vocab_size) -> RowGrads      where it has a kernel for that
     kept_bytes_per_row(columns, dtype) -> int         what KeptLogits take; 0: this kernel keeps nothing
     new_kept(rows, columns, dtype, device) -> KeptLogits    to be filled by forward(keep=...), of problem.valid columns
+    why_not_kept(hidden, weight, problem) -> str      (optional) why it keeps nothing of such operands, "" where it does
+    KEPT_ROWS                                         (optional) what rows are kept in multiples of, if not all are
     CONTINUES_CHAIN                                         dtypes whose grad_hidden is one ascending chain over the
                                                             columns, so that no boundary between shards shows in it
 What is kept never changes a byte of the records.
@@ -73,7 +75,7 @@ class KeptLogits:
     """What a forward left of its first rows, so that the backward need not make their logits again.
 
     Opaque to all but the kernel module that made it, except for this: every tensor has a row in each of its rows. The
-    backward may not change them: it may run again.
+    backward may run again, so it may not change them without GradPlan.last_use.
     """
 
     tensors: tuple[Tensor, ...]
@@ -104,6 +106,10 @@ class GradPlan:
     # called once with each then. A kernel that makes them all at a time calls it so at the end.
     ready_rows: tuple[slice, ...] = ()
     kept: KeptLogits | None = None
+    # nobody reads `kept` after this call: it may be overwritten
+    last_use: bool = False
+    # grad_hidden may come back in hidden's dtype, rounded once: nothing will be added to it
+    rounded_hidden: bool = False
 
     def announce(self, grad_hidden: Tensor) -> None:
         """Tells hidden_ready, if there is one, that all of it is complete."""

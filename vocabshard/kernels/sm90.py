@@ -14,10 +14,10 @@ from vocabshard import _C
 from vocabshard.contract import check_constants
 from vocabshard.kernels import cuda_logits, truncated
 from vocabshard.kernels.cuda_logits import logits_backward, logits_backward_upstream, logits_rows, logits_scores
-from vocabshard.kernels.problem import LocalProblem
-from vocabshard.kernels.problem import keeps_nothing as kept_bytes_per_row
+from vocabshard.kernels.problem import KeptLogits, LocalProblem
 from vocabshard.kernels.sm90_backward import backward, row_grads
 from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
+from vocabshard.kernels.sm90_kept import KEPT_ROWS, groups_of, kept_bytes_per_row, new_kept, why_not_kept
 from vocabshard.kernels.sm90_sampling import (
     records_of_kept,
     sampling_before,
@@ -28,12 +28,13 @@ from vocabshard.kernels.sm90_sampling import (
     sampling_maxima,
     sampling_rows,
 )
-from vocabshard.partials import FoldedRows, new_records
+from vocabshard.partials import FoldedRows, new_records, target_logits
 
 check_constants(_C.contract())
 
 PATHS: dict[str, int] = _C.SM90_PATHS
 _NO_FOLD = _C.FoldRows(0, 0, True, 0, 0, 0, 0, 0, 0)
+_NOTHING_KEPT = _C.KeptRows(0, 0, 0, 0, 0, 0)
 CONTINUES_CHAIN = (torch.bfloat16, torch.float16, torch.float32)
 TAKES_CUT = ("forward", "logits_forward")
 
@@ -50,6 +51,7 @@ def _launch(
     records: int,
     fold: _C.FoldRows,
     cut: Tensor | None = None,
+    kept: _C.KeptRows = _NOTHING_KEPT,
 ) -> Tensor | None:
     """The logits, where wanted; the rest lands where `records`, or with 0 `fold`, says."""
     device = hidden.device
@@ -106,6 +108,7 @@ def _launch(
         records,
         fold,
         0 if cut is None else cut.data_ptr(),
+        kept,
     )
     return logits
 
@@ -121,28 +124,32 @@ def forward(
     want_logits: bool = False,
     cut: Tensor | None = None,
     path: str = "auto",
+    keep: KeptLogits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """hidden [N, D] and weight [V_local, D] of one dtype, any strides -> records int64 [R, N], logits fp32 or None.
 
     target_ids int64 [N] are global; inv_temperature is None, a float or fp32 [N]; both tensors contiguous. The logits
     [N, V_local] are those before temperature, -inf in padding columns. Columns that `cut` int64 [N] leaves out
     (vocabshard/sampling.py) count as -inf. `path` is for tests: a key of PATHS. The weight is never copied; hidden is
-    where its strides alone keep the tensor copy engine from reading it.
+    where its strides alone keep the tensor copy engine from reading it. `keep` (of new_kept) gets the leading rows;
+    there must be no why_not_kept, and no cut.
     """
     records = new_records(hidden.shape[0], problem.entropy, hidden.device)
-    logits = _launch(
-        hidden,
-        weight,
-        bias,
-        target_ids,
-        inv_temperature,
-        problem,
-        want_logits,
-        path,
-        records.data_ptr(),
-        _NO_FOLD,
-        cut,
-    )
+    rows = _NOTHING_KEPT
+    if keep is not None:
+        codes, references, target_y = keep.tensors
+        rows = _C.KeptRows(
+            codes.data_ptr(),
+            codes.stride(0),
+            references.data_ptr(),
+            references.stride(1),
+            codes.shape[0],
+            groups_of(problem.valid),
+        )
+    x = (hidden, weight, bias, target_ids, inv_temperature)
+    logits = _launch(*x, problem, want_logits, path, records.data_ptr(), _NO_FOLD, cut, rows)
+    if keep is not None:
+        target_y.copy_(target_logits(records)[: target_y.shape[0]])
     return records, logits
 
 
@@ -228,6 +235,7 @@ def logits_forward(
 
 
 __all__ = [
+    "KEPT_ROWS",
     "backward",
     "forward",
     "forward_rows",
@@ -238,6 +246,7 @@ __all__ = [
     "logits_forward",
     "logits_rows",
     "logits_scores",
+    "new_kept",
     "row_grads",
     "sampling_before",
     "sampling_best",
@@ -246,4 +255,5 @@ __all__ = [
     "sampling_histogram",
     "sampling_maxima",
     "sampling_rows",
+    "why_not_kept",
 ]

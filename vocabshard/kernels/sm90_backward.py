@@ -2,8 +2,9 @@
 
 For a block of columns, logits are recomputed by the forward's own main loop and their gradient is formed in fp32 from
 the saved lse2 pair, rounded once to the operands' dtype and stored; two products take it to grad_hidden and
-grad_weight. Scratch memory is bounded by WORKSPACE, whatever N and V. No byte depends on how the blocks are cut, and a
-row of grad_hidden not on the batch.
+grad_weight. Of rows that the forward kept (sm90_kept.py) it is formed from what was kept, and where all were and nobody
+will read them again, in their place and as one block. Scratch memory is bounded by WORKSPACE, whatever N and V. No byte
+depends on how the blocks are cut, and a row of grad_hidden not on the batch.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.kernels import blockwise
-from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows, Upstream
-from vocabshard.kernels.sm90_cut import COLUMNS, MOST_ROWS, ROWS, cut
+from vocabshard.kernels.problem import (
+    ORDINARY,
+    GradPlan,
+    KeptLogits,
+    LocalProblem,
+    Needs,
+    RowGrads,
+    SavedRows,
+    Upstream,
+)
+from vocabshard.kernels.sm90_cut import COLUMNS, MOST_ROWS, ROWS, Blocks, cut
 from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
+from vocabshard.kernels.sm90_kept import GROUP
 from vocabshard.kernels.sm90_products import grad_hidden as add_grad_hidden
 from vocabshard.kernels.sm90_products import grad_weight as add_grad_weight
 
@@ -27,6 +38,8 @@ WORKSPACE = 256 << 20  # bytes beside the gradients
 # fp16's own rounding (bf16's is eight times that). So grad_hidden of fp16 is a sum of chains of so many columns, unless
 # it has to go on from another rank's.
 SHORT_CHAIN = 10 * COLUMNS
+_ROUNDED_FROM = 1024  # rows
+_SUMS_BYTES = 16 << 20  # of the sums for grad_bias where dlogits take no room of their own
 
 
 def backward(
@@ -58,10 +71,6 @@ def backward(
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     grad_hidden = grad_weight = grad_bias = None
-    if needs.hidden:
-        grad_hidden = how.grad_hidden
-        if grad_hidden is None:
-            grad_hidden = torch.empty(n, d, dtype=torch.float32, device=device)
     if needs.weight:
         grad_weight = how.main_grad
         if grad_weight is None:
@@ -75,12 +84,26 @@ def backward(
     pairs = max(torch.cuda.get_device_properties(device).multi_processor_count // 2, 1)
     # columns of a chain of grad_hidden's, 0: all
     chains = SHORT_CHAIN if hidden.dtype == torch.float16 and how.grad_hidden is None else 0
-    # so few rows at a time that a block holds a chain
-    most_rows, step = (16384 if d <= 8192 else 2048, SHORT_CHAIN) if chains else (MOST_ROWS, COLUMNS)
-    blocks = cut(n, d, columns, WORKSPACE - terms.bytes, pairs, most_rows, not readable_by_tma(weight), step)
-    width = max(-(-(b - a) // 64) * 64 for a, b in itertools.pairwise(blocks.columns))
-    dlogits = torch.empty(blocks.rows, width, dtype=hidden.dtype, device=device)
-    sums = torch.empty(-(-n // ROWS), width, dtype=torch.float32, device=device) if grad_bias is not None else None
+    in_place = how.kept is not None and how.last_use and how.kept.rows == n
+    if in_place and how.kept is not None:
+        blocks = Blocks(n, (0, columns))
+        dlogits = terms.of_all_kept(how.kept, columns, grad_bias)
+    else:
+        # so few rows at a time that a block holds a chain
+        most_rows, step = (16384 if d <= 8192 else 2048, SHORT_CHAIN) if chains else (MOST_ROWS, COLUMNS)
+        blocks = cut(n, d, columns, WORKSPACE - terms.bytes, pairs, most_rows, not readable_by_tma(weight), step)
+        width = max(-(-(b - a) // 64) * 64 for a, b in itertools.pairwise(blocks.columns))
+        dlogits = torch.empty(blocks.rows, width, dtype=hidden.dtype, device=device)
+    width = dlogits.shape[1]
+    sums = None
+    if grad_bias is not None and not in_place:
+        sums = torch.empty(-(-n // ROWS), width, dtype=torch.float32, device=device)
+    if needs.hidden:
+        grad_hidden = how.grad_hidden
+        if grad_hidden is None:
+            # where its fp32 would be much memory beside what was kept
+            at_once = how.rounded_hidden and in_place and n >= _ROUNDED_FROM
+            grad_hidden = torch.empty(n, d, dtype=hidden.dtype if at_once else torch.float32, device=device)
     in_pieces = blocks.rows < n
     chain = torch.empty(width, d, dtype=torch.float32, device=device) if in_pieces and needs.weight else None
     for start, stop in itertools.pairwise(blocks.columns):
@@ -90,7 +113,10 @@ def backward(
         for first in range(0, n, blocks.rows):
             rows = slice(first, min(first + blocks.rows, n))
             last = rows.stop == n
-            dz = terms.dlogits(rows, start, block_weight, bias, dlogits, sums)
+            if in_place:
+                dz = dlogits[:, :columns]
+            else:
+                dz = terms.block(rows, start, block_weight, bias, how.kept, dlogits, sums)
             if grad_hidden is not None:
                 go_on = start > 0 or how.grad_hidden is not None
                 in_parts = stop == columns and not in_pieces and how.hidden_ready is not None and how.ready_rows
@@ -118,16 +144,7 @@ def backward(
                     row_mask=terms.broken[first // 64 :],
                 )
         if sums is not None and grad_bias is not None:
-            _C.sm90_bias_sums(
-                device=device.index,
-                sums=sums.data_ptr(),
-                blocks=sums.shape[0],
-                stride=width,
-                columns=stop - start,
-                grad_bias=grad_bias[start:].data_ptr(),
-                bias_element=ELEMENTS[grad_bias.dtype],
-                stream=torch.cuda.current_stream(device).cuda_stream,
-            )
+            _add_up(sums, grad_bias[start:stop])
     return grad_hidden, None if how.main_grad is not None else grad_weight, grad_bias
 
 
@@ -172,7 +189,8 @@ class RowTerms:
     ) -> None:
         n, device = hidden.shape[0], hidden.device
         self.hidden, self.softcap = hidden, problem.softcap
-        self.plain = problem.softcap is None and inv_temperature is None and grads.entropy is None
+        self.without_entropy = grads.entropy is None
+        self.plain = problem.softcap is None and inv_temperature is None and self.without_entropy
         self.terms = torch.empty(n, _C.SM90_DLOGITS_ROW_BYTES, dtype=torch.uint8, device=device)
         self.active = torch.empty(n, dtype=torch.uint8, device=device)
         # rows that count for nothing and yet would make NaN of grad_weight: one bit each
@@ -209,11 +227,67 @@ class RowTerms:
         """Memory they take."""
         return sum(t.numel() * t.element_size() for t in (self.terms, self.active, self.broken))
 
-    def dlogits(
-        self, rows: slice, start: int, weight: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor | None
+    def block(
+        self,
+        rows: slice,
+        start: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        kept: KeptLogits | None,
+        out: Tensor,
+        sums: Tensor | None,
     ) -> Tensor:
         """dL/dz of `rows` and the columns of `weight`, which begin at `start`, in `out`; their sums for grad_bias in
-        `sums`."""
+        `sums`. Leading rows that were kept are read, the others' logits made again."""
+        first = rows.start if kept is None else min(max(rows.start, kept.rows), rows.stop)
+        if kept is not None and first > rows.start:
+            self._of_kept(kept, slice(rows.start, first), start, start + weight.shape[0], out, sums)
+        if first < rows.stop:
+            self._made_again(slice(first, rows.stop), start, weight, bias, out[first - rows.start :], sums)
+        return out[: rows.stop - rows.start, : weight.shape[0]]
+
+    def of_all_kept(self, kept: KeptLogits, columns: int, grad_bias: Tensor | None) -> Tensor:
+        """dL/dz of all rows where their codes are, [N, whole groups]; its sums in grad_bias."""
+        n, device = kept.rows, self.hidden.device
+        out = kept.tensors[0].view(self.hidden.dtype)
+        step, sums = columns, None
+        if grad_bias is not None:
+            blocks = -(-n // ROWS)
+            step = max(_SUMS_BYTES // (4 * blocks) // GROUP, 1) * GROUP
+            sums = torch.empty(blocks, step, dtype=torch.float32, device=device)
+        for start in range(0, columns, step):
+            stop = min(start + step, columns)
+            self._of_kept(kept, slice(0, n), start, stop, out[:, start:], sums)
+            if sums is not None and grad_bias is not None:
+                _add_up(sums, grad_bias[start:stop])
+        return out
+
+    def _of_kept(self, kept: KeptLogits, rows: slice, start: int, stop: int, out: Tensor, sums: Tensor | None) -> None:
+        codes, references, target_y = (t[rows] for t in kept.tensors)
+        if rows.stop - rows.start > 1 and references.stride(0) != 1:  # saved tensors were taken elsewhere and back
+            references = references.t().contiguous().t()
+        _C.sm90_dlogits_kept(
+            device=codes.device.index,
+            rows=codes.shape[0],
+            columns=stop - start,
+            codes=codes[:, start:].data_ptr(),
+            codes_row=codes.stride(0),
+            references=references[:, start // GROUP :].data_ptr(),
+            references_group=references.stride(1),
+            target_y=target_y.data_ptr(),
+            plain=self.without_entropy,
+            first_column=start,
+            row_terms=self.terms[rows].data_ptr(),
+            out=out.data_ptr(),
+            out_row=out.stride(0),
+            bias_sums=0 if sums is None else sums[rows.start // ROWS :].data_ptr(),
+            sums_row=0 if sums is None else sums.stride(0),
+            stream=torch.cuda.current_stream(codes.device).cuda_stream,
+        )
+
+    def _made_again(
+        self, rows: slice, start: int, weight: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor | None
+    ) -> None:
         hidden = self.hidden[rows]
         _C.sm90_dlogits(
             device=hidden.device.index,
@@ -236,7 +310,20 @@ class RowTerms:
             bias_sums=0 if sums is None else sums[rows.start // ROWS :].data_ptr(),
             stream=torch.cuda.current_stream(hidden.device).cuda_stream,
         )
-        return out[: hidden.shape[0], : weight.shape[0]]
+
+
+def _add_up(sums: Tensor, grad_bias: Tensor) -> None:
+    """Sums of blocks of 128 rows, in ascending order; columns of `sums` beyond grad_bias's are left alone."""
+    _C.sm90_bias_sums(
+        device=sums.device.index,
+        sums=sums.data_ptr(),
+        blocks=sums.shape[0],
+        stride=sums.stride(0),
+        columns=grad_bias.shape[0],
+        grad_bias=grad_bias.data_ptr(),
+        bias_element=ELEMENTS[grad_bias.dtype],
+        stream=torch.cuda.current_stream(sums.device).cuda_stream,
+    )
 
 
 def _pointer(x: Tensor | None) -> int:

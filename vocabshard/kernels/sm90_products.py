@@ -64,7 +64,9 @@ def grad_hidden(
     add: bool = False,
     row_active: Tensor | None = None,
 ) -> None:
-    """grad [N, D] fp32 = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; operands of one 16-bit type.
+    """grad [N, D] = (grad if go_on else 0) + dlogits [N, Vb] @ weight [Vb, D]; operands of one 16-bit type.
+
+    grad is fp32, or without go_on of the operands' type and then rounded once.
 
     Columns of dlogits that are to be left out, padding whose weights may be NaN for one, must be cut off by the caller:
     zeros there are multiplied. With go_on the chain of what is in grad continues; with add, instead, one from zero
@@ -95,6 +97,7 @@ def grad_hidden(
         row_active=0 if row_active is None else row_active.data_ptr(),
         grad=out.data_ptr(),
         grad_row=out.stride(0),
+        grad_element=_ELEMENTS[grad.dtype],
         go_on=go_on,
         add=add,
         stream=_stream(grad),
