@@ -14,6 +14,7 @@ GO = vs.GradOptions
 
 BAD = {
     "hidden is no tensor": (TypeError, "hidden must be a torch.Tensor, got list", dict(hidden=[1.0])),
+    "weight is no tensor": (TypeError, "weight must be a torch.Tensor, got NoneType", dict(weight=None)),
     "weight 1-D": (ValueError, r"weight must be \[V_local, D\]", dict(weight=W[0])),
     "D differs": (ValueError, r"hidden must be \[\.\.\., D\] with D = 8", dict(hidden=torch.randn(4, 7))),
     "targets too short": (ValueError, "target_ids must have hidden's leading shape", dict(target_ids=T[:3])),

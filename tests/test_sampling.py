@@ -188,8 +188,8 @@ def test_programs() -> None:
     )
     with pytest.raises(AttributeError):
         program.transforms = ()  # type: ignore[misc]
-    for bad in ({"temperature": -0.1}, {"temperature": NAN}, {"temperature": INF}, {"top_k": -2}, {"top_p": 0.0},
-                {"top_p": 1.1}, {"top_p": NAN}, {"min_p": -0.1}, {"min_p": 1.5}):  # fmt: skip
+    for bad in ({"temperature": -0.1}, {"temperature": NAN}, {"temperature": INF}, {"temperature": 10**400},
+                {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": NAN}, {"min_p": -0.1}, {"min_p": 1.5}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             OF(**bad)  # type: ignore[arg-type]
     for wrong in ({"top_k": 1.5}, {"top_k": True}, {"top_p": "1"}, {"temperature": None}):

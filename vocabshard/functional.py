@@ -133,7 +133,7 @@ def linear_logp(
         apart |= {"sampling": sampling, "cut": cut, "topk": topk}
         return _outside_the_graph(hidden, weight, target_ids, bias, **apart, **options)
     key = None
-    plain = sampling is None and cut is None and topk is None
+    plain = sampling is None and cut is None and topk is None and weight is not None
     if plain and tp_group is None and grad_options is None and contract is None and not (validate or strict):
         per_row = isinstance(temperature, Tensor)
         key = key_of(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vocabshard.contract import Provenance
 from vocabshard.dist.fold import fold
-from vocabshard.dist.gather import gather_rows, gather_tensors, rank_and_size
+from vocabshard.dist.gather import gather_rows, gather_tensors, in_rank_order, rank_and_size
 from vocabshard.dist.grad import HiddenSum, continue_over_group
 from vocabshard.kernels import truncated
 from vocabshard.kernels.problem import GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows, Upstream
@@ -185,8 +185,11 @@ def _gathered_forward(call: Call, x: LinearOperands, keep: dict[str, KeptLogits]
     size, own = rank_and_size(call.group)[1], x.hidden.shape[0]
     records = new_records(size * own, call.problem.entropy, x.hidden.device)
     placed, logits = records.view(-1, size, own), None
-    # what has all rows in order comes from one call
-    for rows, piece in gather_rows(x.hidden, call.group, pieces=not keep and not call.want_logits):
+    gathered = gather_rows(x.hidden, call.group)
+    if keep or call.want_logits:
+        # what has all rows in order comes from one call; a rank may keep logits alone, so rows travel as ever
+        gathered = iter([(slice(0, own), in_rank_order(gathered, size))])
+    for rows, piece in gathered:
 
         def of_piece(per_row: Any, rows: slice = rows) -> Any:
             return per_row.view(size, own)[:, rows].reshape(-1) if isinstance(per_row, Tensor) else per_row

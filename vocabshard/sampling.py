@@ -144,7 +144,7 @@ def _checked(name: str, value: Any) -> float | None:
     if not (whole or isinstance(value, float)):
         raise TypeError(f"SamplingProgram: {name} must be a number, got {value!r}")
     if name == "temperature":
-        if not (math.isfinite(value) and 0 <= value < 3e38):
+        if not 0 <= value < 3e38:
             raise ValueError(f"SamplingProgram: temperature must be finite and at least 0, got {value!r}")
         if value < GREEDY_BELOW:
             return 0.0

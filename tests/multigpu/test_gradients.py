@@ -265,6 +265,29 @@ def test_sequence_parallel(ranks: Ranks, reduce: str, pieces: bool, monkeypatch:
             assert_same_bytes(out.logits, whole.logits, "logits of all rows")
 
 
+def test_what_one_rank_alone_keeps_does_not_change_how_rows_travel(ranks: Ranks, monkeypatch) -> None:
+    """Logits that a rank asks for, or has the memory to keep."""
+    if N % ranks.world_size:
+        pytest.skip(f"{N} rows in {ranks.world_size} parts")
+    monkeypatch.setattr(gather, "PIECES_FROM", 0)
+    hidden, weight, bias, target, _ = problem(ranks.device)
+    shard, rows = shard_of("uneven", ranks, dist.group.WORLD)
+    own, first = hidden.chunk(ranks.world_size)[ranks.rank], ranks.rank == 0
+    call = {"shard": shard, "sequence_parallel": True}
+    want = vs.linear_logp(hidden, weight[rows], target, bias[rows], shard=shard, return_logits=True)
+    assert isinstance(want, vs.LogpOutput)
+    for options in (
+        {"return_logits": first},
+        {"grad_options": vs.GradOptions(save_logits_budget="auto" if first else 0)},
+    ):
+        out = vs.linear_logp(own.clone().requires_grad_(), weight[rows], target, bias[rows], **call, **options)
+        logp = out.logp if isinstance(out, vs.LogpOutput) else out
+        assert_same_bytes(logp, want.logp, str(options))
+        logp.sum().backward()
+        if isinstance(out, vs.LogpOutput):
+            assert_same_bytes(out.logits, want.logits, "logits of all rows")
+
+
 def raised(call) -> str:
     try:
         call()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import vocabshard as vs
+from vocabshard.dist import grad as dist_grad
 from vocabshard.kernels import truncated
 from vocabshard.launching import Ranks
 from vocabshard.testing.compare import assert_same_bytes
@@ -54,15 +55,19 @@ def test_sampling_over_a_group(ranks: Ranks, program: vs.SamplingProgram, step: 
         assert scored.cut is None or torch.equal(scored.cut, ours.cut)
 
 
-def test_gradients_over_a_group(ranks: Ranks) -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "in parts"])
+def test_gradients_over_a_group(ranks: Ranks, parts: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, bias = inputs(ranks)
+    if parts:
+        monkeypatch.setattr(dist_grad, "PART_ELEMENTS", 3 * D)
     drawn = vs.vocab_parallel_sample(hidden, weight, bias, program=FULL, seed=1)
     shard = shard_at(ranks, 96)
     mine = slice(shard.start, shard.stop)
     found = []
     for w, b, options in ((weight, bias, {}), (weight[mine], bias[mine], {"shard": shard})):
         h, w = hidden.clone().requires_grad_(), w.clone().requires_grad_()
-        logp = vs.linear_logp(h, w, drawn.token, b, sampling=FULL, cut=drawn.cut, **options)
+        logp = vs.linear_logp(h, w, drawn.token, b, sampling=FULL, cut=drawn.cut, backend=backend, **options)
         (logp * torch.arange(N, device=h.device)).sum().backward()
         found.append((h.grad, w.grad))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-5)

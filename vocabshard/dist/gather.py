@@ -143,6 +143,12 @@ def gather_rows(tensor: Tensor, group: Any, pieces: bool = True) -> Iterator[tup
         yield part, pending.wait()
 
 
+def in_rank_order(pieces: Iterator[tuple[slice, Tensor]], size: int) -> Tensor:
+    """What gather_rows yields of a group of `size`, as one [W * n, ...]."""
+    parts = [piece.view(size, rows.stop - rows.start, *piece.shape[1:]) for rows, piece in pieces]
+    return parts[0].flatten(0, 1) if len(parts) == 1 else torch.cat(parts, 1).flatten(0, 1)
+
+
 def _start_gather(mine: Tensor, group: Any) -> Pending:
     size = rank_and_size(group)[1]
     if size == 1:

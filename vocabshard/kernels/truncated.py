@@ -136,8 +136,8 @@ def backward(
         if grad_weight is not None:
             nothing = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
             grad_weight[:valid] += product(dz.t(), torch.where(active[rows, None], hidden[rows], nothing))
-    if grad_hidden is not None and how.hidden_ready is not None:
-        how.hidden_ready(grad_hidden)
+    if grad_hidden is not None:
+        how.announce(grad_hidden)
     if grad_weight is not None and how.main_grad is not None:
         how.main_grad.add_(grad_weight)
         grad_weight = None
