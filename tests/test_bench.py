@@ -49,6 +49,7 @@ def test_another_dtype_and_backend(tmp_path: Path) -> None:
     [
         (["--shapes", "1,2"], "expected positive N,D,V"),
         (["--shapes", "1,0,3"], "expected positive N,D,V"),
+        (["--shapes", f"1,1,{10**24}"], "N,D,V below 2^31"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--backend", "nothing"], "--backend nothing: backend must be one of"),
         (["--device", "cpu", "--backend", "sm90"], "--backend sm90: "),
@@ -59,6 +60,13 @@ def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.
     assert main(["bench", *options]) == 2
     told = capsys.readouterr()
     assert told.out == "" and message in told.err and told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("shape", [f"{10**8},{10**8},2", f"{2**31 - 1},{2**31 - 1},2"])
+def test_what_does_not_fit_into_memory_is_one_line(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cpu", "--shapes", shape]) == 2
+    told = capsys.readouterr().err
+    assert f"--shapes: {shape} does not fit into memory: " in told and told.count("\n") == 1
 
 
 def test_rounds_are_interleaved_and_the_ratio_is_taken_within_one() -> None:

@@ -283,6 +283,24 @@ def test_selective_log_softmax() -> None:
         hf.selective_log_softmax(logits, index, 0.0)
 
 
+def test_several_ids_a_row_are_of_their_own_row() -> None:
+    logits, index = torch.randn(B, S, V, requires_grad=True), torch.randint(V, (B, S, 4))
+    mask = torch.ones(B, S, dtype=torch.long)
+    mask[0, 2:5] = 0
+    index[0, 3] = -1  # left out, so of no account
+    want = torch.log_softmax(logits, -1).gather(-1, index.clamp(min=0)).masked_fill(mask[..., None] == 0, 0)
+    for of in (mask, mask[..., None], mask[..., None].expand_as(index)):
+        torch.testing.assert_close(hf.selective_log_softmax(logits, index, row_mask=of), want)
+    with pytest.raises(ValueError, match="index must be"):
+        hf.selective_log_softmax(logits, index[:, :2])
+    with pytest.raises(ValueError, match="leading shape"):
+        hf.selective_log_softmax(logits, index[0, :, 0])
+    with pytest.raises(ValueError, match="row_mask must be"):
+        hf.selective_log_softmax(logits, index[..., 0], row_mask=mask[:, :1])
+    with pytest.raises(TypeError, match="index must be"):
+        hf.selective_log_softmax(logits, None)  # type: ignore[arg-type]
+
+
 def test_beside_the_real_trl() -> None:
     """Its signatures, its head's outputs for a GRPO step, and its functions on its own test's inputs."""
     trl = pytest.importorskip("trl.trainer.utils", exc_type=ImportError)

@@ -226,6 +226,10 @@ def test_fused_linear_loss_refuses_by_name() -> None:
         liger.LigerFusedLinearCrossEntropyLoss(reduction="batchmean")
     with pytest.raises(ValueError, match=r"ce_weight must be \[V\]"):
         liger.liger_fused_linear_cross_entropy(hidden, weight, target, ce_weight=torch.rand(19))
+    with pytest.raises(TypeError, match="ce_weight must be a"):
+        liger.liger_fused_linear_cross_entropy(hidden, weight, target, ce_weight=[1.0] * 20)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="weight must be a"):
+        liger.liger_fused_linear_cross_entropy(hidden, None, target)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("formula", ["pytorch", "megatron"])
@@ -254,6 +258,11 @@ def test_vocab_parallel_loss_refuses_by_name() -> None:
     for options in ({"reduction": "mean"}, {"label_smoothing": 1.0}, {"label_smoothing_mode": "rank"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             liger.LigerVocabParallelCrossEntropy(**options)
+    alone = liger.LigerVocabParallelCrossEntropy(label_smoothing=0.1, label_smoothing_formula="megatron")
+    with pytest.raises(ValueError, match="at least 2"):
+        alone(torch.randn(2, 1, 1), torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises(TypeError, match="vocab_parallel_logits must be"):
+        alone(None, torch.zeros(2, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(

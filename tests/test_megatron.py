@@ -167,6 +167,7 @@ def test_wrapped_models_stages_and_other_layers() -> None:
         (lambda x: megatron.vocab_parallel_cross_entropy(*x, 0.1, temperature=2.0), NotImplementedError, "temperature"),
         (lambda x: megatron.vocab_parallel_cross_entropy(*x, return_entropy=True), NotImplementedError, "entropy"),
         (lambda x: megatron.linear_cross_entropy(x[0], torch.ones(4, V), x[1], reduction="max"), ValueError, "max"),
+        (lambda x: megatron.linear_cross_entropy(x[0], None, x[1]), TypeError, "weight must be a torch.Tensor"),
         (lambda x: megatron.linear_cross_entropy(x[0], torch.ones(4, V), x[1], topk=2), NotImplementedError, "topk"),
     ],
 )

@@ -189,7 +189,8 @@ def test_programs() -> None:
     with pytest.raises(AttributeError):
         program.transforms = ()  # type: ignore[misc]
     for bad in ({"temperature": -0.1}, {"temperature": NAN}, {"temperature": INF}, {"temperature": 10**400},
-                {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": NAN}, {"min_p": -0.1}, {"min_p": 1.5}):  # fmt: skip
+                {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": NAN}, {"min_p": -0.1},
+                {"min_p": 1.5}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             OF(**bad)  # type: ignore[arg-type]
     for wrong in ({"top_k": 1.5}, {"top_k": True}, {"top_p": "1"}, {"temperature": None}):
@@ -615,12 +616,14 @@ def test_cut_parts() -> None:
 def test_errors() -> None:
     hidden, weight, bias = inputs(4, 8, 50)
     tokens, cut = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    nowhere = torch.tensor([S.KEEP_ALL, 0, S.NO_ARRIVAL, 0])
     for error, match, options in (
         (TypeError, "SamplingProgram", {"sampling": "top_p"}),
         (ValueError, "without the program", {"cut": cut}),
         (ValueError, "one of the two", {"sampling": FULL, "temperature": 0.5}),
         (ValueError, "shaped as target_ids", {"sampling": FULL, "cut": cut[:2]}),
         (TypeError, "cut must be int64", {"sampling": FULL, "cut": cut.float()}),
+        (ValueError, r"cut\[2\] is 9223372036854775807", {"sampling": FULL, "cut": nowhere}),
         (ValueError, "topk", {"topk": 0}),
         (TypeError, "topk", {"topk": 2.5}),
     ):

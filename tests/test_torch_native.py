@@ -121,6 +121,9 @@ def test_the_signature_is_torchs() -> None:
         ({"z_loss": -1.0}, ValueError, "z_loss"),
         ({"options": object()}, NotImplementedError, "options"),
         ({"target": torch.rand(N, V)}, NotImplementedError, "class probabilities"),
+        ({"label_smoothing": "0.1"}, TypeError, "label_smoothing must be a number"),
+        ({"weight": [1.0] * V}, TypeError, "weight must be a torch.Tensor"),
+        ({"linear_weight": None, "label_smoothing": 0.1}, TypeError, "linear_weight must be a torch.Tensor"),
         ({"weight": torch.ones(V + 1)}, ValueError, r"\[V_real\] = \[201\]"),
         ({"label_smoothing": 0.1, "softcap": 3.0}, NotImplementedError, "softcap"),
         ({"label_smoothing": 0.1, "sequence_parallel": True}, NotImplementedError, "sequence_parallel"),
@@ -135,9 +138,9 @@ def test_the_signature_is_torchs() -> None:
 )
 def test_what_is_not_supported_is_named(changed: dict, error: type[Exception], text: str) -> None:
     hidden, weight, _, target = problem()
-    target = changed.pop("target", target)
+    given = {"input": hidden, "linear_weight": weight, "target": target, **changed}
     with pytest.raises(error, match=text):
-        linear_cross_entropy(hidden, weight, target, **changed)
+        linear_cross_entropy(**given)
 
 
 def test_the_style_refuses_by_name() -> None:

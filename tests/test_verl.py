@@ -77,6 +77,7 @@ def test_reductions_are_of_log_probs_alone(reduction: str) -> None:
         ({"return_logits": True}, NotImplementedError, "return_logits"),
         ({"tp_group": None}, NotImplementedError, "tp_group"),
         ({"temperature": 0.0}, ValueError, "temperature"),
+        ({"temperature": torch.ones(4)}, ValueError, "one per row"),
     ],
 )
 def test_what_is_not_supported_is_named(options: dict, error: type[Exception], text: str) -> None:

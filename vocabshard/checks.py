@@ -14,7 +14,7 @@ from torch import Tensor
 from vocabshard.contract import CONTRACT_ID, ContractError, fp32
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions
-from vocabshard.sampling import SamplingProgram
+from vocabshard.sampling import SamplingProgram, cut_parts
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT_DTYPES = (torch.int32, torch.int64)
@@ -23,6 +23,14 @@ MOST_BEST = 1024  # columns that topk may ask for
 
 def _name(value: Any) -> str:
     return type(value).__name__
+
+
+def with_width(name: str, value: Any) -> None:
+    """A tensor whose width can be read; what else it has to be is found later, by all ranks."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {_name(value)}")
+    if value.dim() == 0:
+        raise ValueError(f"{name} must have a dimension of the vocabulary, got a scalar")
 
 
 def tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -315,6 +323,18 @@ def _reciprocal_rows(temperature: Tensor, validate: bool) -> Tensor:
             f"temperature must be positive and finite, and its reciprocal too, got {float(t[row])} in row {row}"
         )
     return reciprocal
+
+
+def cut_values(cut: Tensor) -> None:
+    """Raises for the first cut that is the place of a NaN: kernels, which compare logits, would keep everything there.
+    Reads the tensor back."""
+    bad = torch.isnan(cut_parts(cut)[0])
+    if bool(bad.any()):
+        position = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"cut{position if position else ''} is {int(cut[tuple(position)])}, where no logit can be: expected what a "
+            "program kept, as LogpOutput.cut and SampleOutput.cut have it"
+        )
 
 
 def target_values(target_ids: Tensor, ignore_index: int, real_vocab_size: int) -> None:

@@ -245,8 +245,10 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         _check_sharding(request, shard)
     shard.agree_first_use(_first_use(request, operands, choice), operands.matrix)
     if validate:
-        # the ranks have agreed on target_ids and on the real size: all raise the same
+        # the ranks have agreed on target_ids, cut and the real size: all raise the same
         checks.target_values(operands.target_ids, request.ignore_index, shard.real_vocab_size)
+        if operands.cut is not None:
+            checks.cut_values(operands.cut)
     problem = LocalProblem(shard.start, shard.valid, request.softcap, request.entropy)
     call = Call(
         kernel=kernels.module(choice.backend),

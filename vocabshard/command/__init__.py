@@ -144,8 +144,10 @@ def _shapes(text: str) -> list[tuple[int, int, int]]:
         shapes = [tuple(map(int, shape.split(","))) for shape in text.split(";")]
     except ValueError:
         shapes = []
-    if not shapes or any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
-        raise argparse.ArgumentTypeError(f"expected positive N,D,V, several separated by semicolons, got {text!r}")
+    if not shapes or any(len(shape) != 3 or min(shape) < 1 or max(shape) >= 2**31 for shape in shapes):
+        raise argparse.ArgumentTypeError(
+            f"expected positive N,D,V below 2^31, several separated by semicolons, got {text!r}"
+        )
     return [(n, d, v) for n, d, v in shapes]
 
 

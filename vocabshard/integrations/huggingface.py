@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from vocabshard import checks
 from vocabshard.contract import TILE
 from vocabshard.dist.gather import gather_tensors, rank_and_size
 from vocabshard.functional import batch_invariant_logp, linear_logp
@@ -94,6 +95,8 @@ def patch_lm_head(
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
         raise TypeError(f"patch_lm_head: unknown option {unknown[0]!r}; expected one of {sorted(_OPTIONS)}")
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
+        raise TypeError(f"patch_lm_head: temperature must be a number, got {temperature!r}")
     if hasattr(causal, _PATCH):
         raise ValueError("this model's head is patched already; call unpatch_lm_head(model) first")
     _output_scale(causal)
@@ -153,6 +156,9 @@ def _score(model: Any, given: dict[str, Any]) -> CausalLMLogp:
     items, ignore_index = given.pop("num_items_in_batch", None), given.pop("ignore_index", -100)
     _refuse(model, given)
     given.pop("logits_to_keep", None)
+    for name, ids in (("labels", labels), ("shift_labels", shifted)):
+        if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2):
+            raise ValueError(f"{name} must be a tensor [B, S], got {list(getattr(ids, 'shape', [])) or ids!r}")
     outputs = model.base_model(**{"use_cache": False, **given})
     hidden = outputs.last_hidden_state
     if shifted is None:
@@ -311,19 +317,28 @@ def selective_log_softmax(
 ) -> Tensor:
     """TRL's function of that name: log-probs of `index` [...] or [..., K] under logits [..., V], in fp32.
 
-    row_mask [...]: rows of 0 give 0 and no gradient. options: those of `batch_invariant_logp`. The same bytes
-    whatever the batch around a row.
+    row_mask [...] (or as index): rows of 0 give 0 and no gradient, whatever index holds there. options: those of
+    `batch_invariant_logp`. The same bytes whatever the batch around a row.
     """
-    if index.dim() == logits.dim() - 1:
+    checks.with_width("logits", logits)
+    checks.tensor("index", index, checks.INT_DTYPES)
+    if index.dim() != logits.dim():
         return _selected(logits, index, temperature, row_mask, **options)
+    if index.shape[:-1] != logits.shape[:-1]:
+        raise ValueError(
+            f"index must be [...] or [..., K] with the leading shape {list(logits.shape[:-1])} of logits, got "
+            f"{list(index.shape)}"
+        )
+    if row_mask is not None and row_mask.shape in (index.shape[:-1], (*index.shape[:-1], 1)):
+        row_mask = row_mask.reshape(*index.shape[:-1], 1).expand_as(index)
+    index = _unmasked(index, row_mask, **options)
     count, width = index.shape[-1], logits.shape[-1]
     rows = torch.arange(index.numel() // count if count else 0, device=logits.device).repeat_interleave(count)
     found = batch_invariant_logp(
         logits.reshape(-1, width), index.flatten(), rows=rows, temperature=temperature, **options
     )
     assert isinstance(found, Tensor)
-    found = found.view(index.shape)
-    return found if row_mask is None else found.masked_fill(row_mask == 0, 0.0)
+    return found.view(index.shape)
 
 
 def selective_log_softmax_and_entropy(
@@ -341,9 +356,16 @@ def selective_log_softmax_and_entropy(
     return found.logp, entropy if entropy_requires_grad else entropy.detach()
 
 
-def _selected(logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, **options: Any) -> Any:
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if row_mask is not None:
-        index = index.masked_fill(row_mask == 0, -100)
-    return batch_invariant_logp(logits, index, temperature=None if temperature == 1 else temperature, **options)
+def _selected(
+    logits: Tensor, index: Tensor, temperature: float | Tensor | None, row_mask: Tensor | None, **options: Any
+) -> Any:
+    return batch_invariant_logp(logits, _unmasked(index, row_mask, **options), temperature=temperature, **options)
+
+
+def _unmasked(index: Tensor, row_mask: Tensor | None, ignore_index: int = -100, **options: Any) -> Tensor:
+    """What row_mask leaves out is ignored, whatever id stands there."""
+    if row_mask is None:
+        return index
+    if row_mask.shape != index.shape:
+        raise ValueError(f"row_mask must be shaped as index {list(index.shape)}, got {list(row_mask.shape)}")
+    return index.masked_fill(row_mask == 0, ignore_index)

@@ -53,6 +53,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         m_tiles_per_cluster tunes a kernel that is not here: it is checked, and nothing else.
         """
         _positive("m_tiles_per_cluster", m_tiles_per_cluster)
+        checks.with_width("weight", weight)
         if selected_token_ids is not None:
             _check_ids(selected_token_ids, weight)
         return _scaled(_input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids)
@@ -83,6 +84,7 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
             if not (dist.is_available() and dist.is_initialized()):
                 raise RuntimeError("tp_group=None is the world, but torch.distributed is not initialized")
             tp_group = dist.group.WORLD
+        checks.with_width("weight", weight)
         place = _even(tp_group, weight.shape[0])
         return _scaled(_input, weight, target, temperature, ignore_index, return_entropy, None, **place)
 
@@ -137,8 +139,9 @@ def liger_fused_linear_cross_entropy(
     ):
         if asked:
             raise NotImplementedError(f"{name} is not supported: no logits are made that it could be read from")
-    if ce_weight is not None and tuple(ce_weight.shape) != (weight.shape[0],):
-        raise ValueError(f"ce_weight must be [V] = [{weight.shape[0]}], got {list(ce_weight.shape)}")
+    checks.with_width("weight", weight)
+    if ce_weight is not None:
+        losses.check_class_weight("ce_weight", ce_weight, weight.shape[0], "V")
     out = linear_logp(input, weight, target, bias, softcap=softcap, ignore_index=ignore_index, return_lse=True)
     assert isinstance(out, LogpOutput) and out.lse is not None
     sums = None
@@ -230,6 +233,7 @@ class LigerVocabParallelCrossEntropy(nn.Module):
 
     def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
         """vocab_parallel_logits [S, B, V_local], target [S, B] of global ids -> fp32 [S, B]."""
+        checks.with_width("vocab_parallel_logits", vocab_parallel_logits)
         width = vocab_parallel_logits.shape[-1]
         place = _even(tp_group, width)
         out = vocab_parallel_logp(vocab_parallel_logits, target, ignore_index=self.ignore_index, **place)
@@ -256,8 +260,7 @@ def _reduced(loss: Tensor, target: Tensor, reduction: str, ignore_index: int, ce
 
 def _effective(smoothing: float, megatron: bool, shard: VocabShard) -> float:
     """The share of the uniform distribution over all classes; Megatron's own is over the others."""
-    count = shard.real_vocab_size
-    return smoothing * count / (count - 1) if megatron else smoothing
+    return losses.over_the_others(smoothing, shard.real_vocab_size) if megatron else smoothing
 
 
 def _scaled(

@@ -26,10 +26,28 @@ def check(reduction: str, label_smoothing: float, z_loss: float = 0.0) -> None:
     """Raises ValueError for what no loss is defined for."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
     if not z_loss >= 0.0:
         raise ValueError(f"z_loss must be 0 or more, got {z_loss!r}")
+
+
+def check_class_weight(name: str, value: Any, classes: int, size: str) -> None:
+    """Raises TypeError, ValueError for what is no weight of each class."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if tuple(value.shape) != (classes,):
+        raise ValueError(f"{name} must be [{size}] = [{classes}], got {list(value.shape)}")
+
+
+def over_the_others(smoothing: float, columns: int) -> float:
+    """The share of the uniform distribution over all columns that Megatron's, over the others alone, comes to."""
+    if columns < 2:
+        raise ValueError(f"label_smoothing over the other columns needs at least 2, got a vocabulary of {columns}")
+    return smoothing * columns / (columns - 1)
 
 
 def shard_of(

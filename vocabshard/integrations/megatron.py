@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from vocabshard import checks
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.functional import linear_logp, vocab_parallel_logp
 from vocabshard.integrations import losses
@@ -61,6 +62,7 @@ def vocab_parallel_cross_entropy(
     for name in _REFUSED:
         if options.get(name):
             raise NotImplementedError(f"{name} is not part of a loss; call vocab_parallel_logp for it")
+    checks.with_width("vocab_parallel_logits", vocab_parallel_logits)
     group = tensor_model_parallel_group() if tp_group is None else tp_group
     shard, sums, smoothing = None, None, 0.0
     if label_smoothing:
@@ -70,7 +72,7 @@ def vocab_parallel_cross_entropy(
             real_vocab_size=real_vocab_size,
         )  # fmt: skip
         sums = losses.column_sums_of_logits(vocab_parallel_logits, shard)
-        smoothing = label_smoothing * sums.columns / (sums.columns - 1)
+        smoothing = losses.over_the_others(label_smoothing, sums.columns)
         of_shard: dict[str, Any] = {"shard": shard}
     else:
         of_shard = {"tp_group": group, "real_vocab_size": real_vocab_size}
@@ -118,6 +120,7 @@ def linear_cross_entropy(
     with sequence_parallel): copy_to_tensor_model_parallel_region or a gather before the call would sum it again.
     """
     losses.check(reduction, 0.0)
+    checks.with_width("weight", weight)
     for name in _REFUSED:
         if options.get(name):
             raise NotImplementedError(f"{name} is not part of a loss; call linear_logp for it")

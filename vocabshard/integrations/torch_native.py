@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from vocabshard import checks
 from vocabshard.functional import linear_logp
 from vocabshard.integrations import losses
 from vocabshard.options import LogpOutput
@@ -61,11 +62,12 @@ def linear_cross_entropy(
     ignored = -100 if ignore_index is None else ignore_index
     shard = None
     if label_smoothing or weight is not None:
+        checks.with_width("linear_weight", linear_weight)
         width = linear_weight.shape[0]
         stated = {name: of_linear_logp.pop(name) for name in _OF_THE_SHARD if name in of_linear_logp}
         shard = of_linear_logp["shard"] = losses.shard_of(linear_weight, width, **stated)
-        if weight is not None and tuple(weight.shape) != (shard.real_vocab_size,):
-            raise ValueError(f"weight must be [V_real] = [{shard.real_vocab_size}], got {list(weight.shape)}")
+        if weight is not None:
+            losses.check_class_weight("weight", weight, shard.real_vocab_size, "V_real")
     out = linear_logp(
         input, linear_weight, target, linear_bias, ignore_index=ignored, return_lse=True, **of_linear_logp
     )

@@ -62,7 +62,7 @@ def linear_cross_entropy(
     size = rank_and_size(dist_process_group)[1]
     if grad_hidden == "parts" and size > 1:
         hidden = _ShareOfGradient.apply(hidden, size)
-    if isinstance(temperature, Tensor) and temperature.numel() > 1:
+    if isinstance(temperature, Tensor) and isinstance(labels, Tensor) and temperature.numel() == labels.numel():
         temperature = temperature.reshape(labels.shape)
     out = linear_logp(
         hidden, weight, labels, temperature=temperature, tp_group=dist_process_group, return_entropy=True, **options
