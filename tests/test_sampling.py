@@ -627,8 +627,9 @@ def test_errors() -> None:
         (ValueError, "topk", {"topk": 0}),
         (TypeError, "topk", {"topk": 2.5}),
     ):
-        with pytest.raises(error, match=match):
-            linear_logp(hidden, weight, tokens, bias, **options)  # type: ignore[arg-type]
+        for function in (linear_logp, provenance):
+            with pytest.raises(error, match=match):
+                function(hidden, weight, tokens, bias, **options)  # type: ignore[arg-type]
     for error, match, options in (
         (TypeError, "seed", {"seed": 0.5}),
         (ValueError, "64 bits", {"seed": 1 << 63}),

@@ -269,6 +269,7 @@ def test_refused_by_name() -> None:
         ("LogitBiasLogitsProcessor", Metadata(logitsprocs=processors(more=[LogitBiasLogitsProcessor({0: {1: 2.0}})]))),
         ("Custom", Metadata(logitsprocs=processors(more=[Custom()]))),
         ("max_num_logprobs = -1", Metadata(max_num_logprobs=-1)),
+        ("max_num_logprobs = 1025", Metadata(max_num_logprobs=1025)),
         (
             "thinking_budget_state_holder",
             Metadata(thinking_budget_state_holder=SimpleNamespace(has_tracked_requests=lambda: True)),
@@ -280,6 +281,10 @@ def test_refused_by_name() -> None:
         vllm.HeadSampler(lm_head, processor, logprobs_mode="raw_logits")
     with pytest.raises(NotImplementedError, match="logprob_token_ids"):
         sampler(hidden, Metadata(logprob_token_ids={0: [1]}), logprobs_mode_override="processed_logprobs")
+    with pytest.raises(NotImplementedError, match="num_logprobs = -1"):
+        sampler.gather_logprobs(hidden, -1, torch.zeros(6, dtype=torch.int64))
+    with pytest.raises(TypeError, match="'temperature'; expected backend or strict"):
+        vllm.HeadSampler(lm_head, processor, temperature=0.5)
     with pytest.raises(NotImplementedError, match="quantised"):
         vllm.HeadSampler(SimpleNamespace(qweight=torch.zeros(1)))
     lm_head.num_added_embeddings = 64

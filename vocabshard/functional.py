@@ -324,14 +324,19 @@ def provenance(
     """
     options.pop("return_lse", None)  # it does not change what runs
     options["grad_options"] = options.get("grad_options") or GradOptions()
-    options["cut_given"] = options.pop("cut", None) is not None
+    cut = options.pop("cut", None)
+    options["cut_given"] = cut is not None
     renamed = {"return_entropy": "entropy", "return_logits": "logits", "grad_options": "grad"}
     request = Request(**{renamed.get(name, name): value for name, value in options.items()})
     request, hidden, weight, bias = localise(request, hidden, weight, bias)
-    operands = Operands(hidden, weight, target_ids, bias)
+    operands = Operands(hidden, weight, target_ids, bias, cut=cut)
     shards = group_size(request) if request.sequence_parallel else 1
-    plan = make_plan(request, operands, lambda: checks.linear(hidden, weight, target_ids, bias, shards))
-    return plan.provenance(weight.device)
+
+    def check() -> None:
+        checks.sampling(request.sampling, request.temperature, request.topk, cut, target_ids)
+        checks.linear(hidden, weight, target_ids, bias, shards)
+
+    return make_plan(request, operands, check).provenance(weight.device)
 
 
 def localise(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vocabshard.checks import MOST_BEST
 from vocabshard.functional import linear_logp
 from vocabshard.options import LogpOutput
 from vocabshard.sample import vocab_parallel_sample
@@ -85,6 +86,9 @@ class HeadSampler:
         seed: int = 0,
         **options: Any,
     ) -> None:
+        unknown = sorted(set(options) - {"backend", "strict"})
+        if unknown:
+            raise TypeError(f"HeadSampler: unknown option {unknown[0]!r}; expected backend or strict")
         if getattr(lm_head, "num_added_embeddings", 0):
             raise NotImplementedError("lm_head has added (LoRA) rows, whose ids are not in order: not supported")
         if not isinstance(getattr(lm_head, "weight", None), Tensor):
@@ -121,8 +125,8 @@ class HeadSampler:
         of = sampling_metadata
         _refuse(of)
         count, wanted, ids = hidden_states.shape[0], of.max_num_logprobs, getattr(of, "logprob_token_ids", None)
-        if wanted == -1:
-            raise NotImplementedError("max_num_logprobs = -1 (all of the vocabulary) is not supported")
+        if wanted is not None:
+            _few("max_num_logprobs", wanted)
         if ids and mode != "raw_logprobs":
             raise NotImplementedError('logprob_token_ids with "processed_logprobs" is not supported')
         keys = self._keys(count, of.generators, hidden_states.device) if row_keys is None else row_keys
@@ -143,6 +147,7 @@ class HeadSampler:
         self, hidden_states: Tensor, num_logprobs: int, token_ids: Tensor, embedding_bias: Tensor | None = None
     ) -> Any:
         """LogprobsTensors of given tokens [N] (of a prompt, say) under the head as it is, and of the n best."""
+        _few("num_logprobs", num_logprobs)
         scores = self._raw(hidden_states, embedding_bias, token_ids, max(num_logprobs, 1))
         return _tensors(token_ids, scores, num_logprobs)
 
@@ -221,6 +226,12 @@ def _mode(mode: str) -> str:
     if mode not in MODES:
         raise NotImplementedError(f"logprobs_mode must be one of {MODES}, got {mode!r}")
     return mode
+
+
+def _few(name: str, wanted: int) -> None:
+    if not 0 <= wanted <= MOST_BEST:
+        of_all = " (all of the vocabulary)" if wanted == -1 else ""
+        raise NotImplementedError(f"{name} = {wanted}{of_all} is not supported; ask for 0 ... {MOST_BEST}")
 
 
 def _tensors(tokens: Tensor, scores: _Scores, wanted: int) -> Any:
