@@ -155,6 +155,9 @@ def test_wrapped_models_stages_and_other_layers() -> None:
     model.output_layer.config.defer_embedding_wgrad_compute = True
     with pytest.raises(NotImplementedError, match="defer_embedding_wgrad_compute"):
         megatron.fuse_output_layer(model)
+    for option in ("tempreature", "tp_group", "return_entropy", "bias"):
+        with pytest.raises(TypeError, match=f"'{option}' is not an option"):
+            megatron.fuse_output_layer(gpt(), **{option: None})
     other = types.SimpleNamespace(output_layer=stage, post_process=True)
     with pytest.raises(NotImplementedError, match="Linear"):
         megatron.fuse_output_layer(other)
@@ -164,6 +167,7 @@ def test_wrapped_models_stages_and_other_layers() -> None:
     "call, error, text",
     [
         (lambda x: megatron.vocab_parallel_cross_entropy(*x, 1.0), ValueError, "label_smoothing"),
+        (lambda x: megatron.vocab_parallel_cross_entropy(*x, "0.1"), TypeError, "label_smoothing must be a number"),
         (lambda x: megatron.vocab_parallel_cross_entropy(*x, 0.1, temperature=2.0), NotImplementedError, "temperature"),
         (lambda x: megatron.vocab_parallel_cross_entropy(*x, return_entropy=True), NotImplementedError, "entropy"),
         (lambda x: megatron.linear_cross_entropy(x[0], torch.ones(4, V), x[1], reduction="max"), ValueError, "max"),

@@ -24,6 +24,15 @@ from vocabshard.options import GradOptions
 
 _PATCH = "_vocabshard_output"
 _REFUSED = ("return_lse", "return_entropy", "return_logits", "topk")
+_OF_THE_LAYER = {
+    "tp_group",
+    "shard",
+    "vocab_start_index",
+    "global_vocab_size",
+    "ignore_index",
+    "sequence_parallel",
+    "cut",
+}
 
 
 def tensor_model_parallel_group() -> Any:
@@ -55,6 +64,7 @@ def vocab_parallel_cross_entropy(
 
     Collectives: one all-gather of 32 bytes a row (Megatron: three all-reduces); with smoothing an all-reduce of 4 more.
     """
+    losses.check("none", label_smoothing)
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing!r}")
     if label_smoothing and options.get("temperature") is not None:
@@ -177,6 +187,9 @@ def fuse_output_layer(model: nn.Module, **options: Any) -> nn.Module:
     Returns: the model. Raises: NotImplementedError for defer_embedding_wgrad_compute, disable_grad_reduce, experts,
     MuP's scaled logits and output layers of other kinds. `unfuse_output_layer` undoes it.
     """
+    unknown = sorted(set(options) - (set(linear_logp.__kwdefaults__ or ()) - _OF_THE_LAYER - {*_REFUSED}))
+    if unknown:
+        raise TypeError(f"fuse_output_layer: {unknown[0]!r} is not an option of linear_logp for an output layer")
     inner = _unwrapped(model)
     layer = getattr(inner, "output_layer", None)
     if layer is None or not getattr(inner, "post_process", True):
