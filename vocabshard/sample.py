@@ -59,8 +59,8 @@ def vocab_parallel_sample(
 
     Returns:
         SampleOutput. token and cut are what a trainer needs: linear_logp(hidden, weight, token, sampling=program,
-        cut=cut) gives the bytes of logp at any W. A row without a distribution (NaN or all -inf) gives token -1 and logp
-        NaN; a trainer sets such tokens to its ignore_index, as linear_logp refuses them where it validates.
+        cut=cut) gives the bytes of logp at any W. A row without a distribution (NaN or all -inf) gives token -1 and
+        logp NaN; a trainer sets such tokens to its ignore_index, as linear_logp refuses them where it validates.
 
     Determinism: token, cut and logp are the same at any W, shard boundary at a multiple of 16, batch and launch, for
     the same seed and row key. Nothing is differentiable.
