@@ -173,3 +173,18 @@ def test_plans_of_a_shard_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     del shards
     gc.collect()
     assert gone() is None
+
+
+def test_a_shard_goes_with_its_last_reference() -> None:
+    """Without a collection: what outlives destroy_process_group can abort a process at its exit."""
+    shard, operands = vs.VocabShard(0, 48, 48, 48), problem()
+    gc.disable()
+    try:
+        for _ in range(2):
+            vs.linear_logp(*operands, shard=shard, validate=False)
+        assert shard.plans
+        gone = weakref.ref(shard)
+        del shard
+        assert gone() is None
+    finally:
+        gc.enable()

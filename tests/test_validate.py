@@ -36,7 +36,7 @@ def test_report_and_picture(quick: None, tmp_path: Path, capsys: pytest.CaptureF
     arguments = ["validate", "--levels", "L1,L3,L5", "--device", "cpu", "--rl-loop", loop(tmp_path, 0)]
     assert main([*arguments, "--out", str(out), "--plot", str(plot)]) == 0
     said = capsys.readouterr().out
-    assert "L1  0 of 726 rows differ" in said and "L5  0 of 8 rows differ" in said and "decode tokens/s" in said
+    assert "L1  0 of 792 rows differ" in said and "L5  0 of 8 rows differ" in said and "decode tokens/s" in said
     result = json.loads(out.read_text())
     assert result["holds"] and [rung["level"] for rung in result["rungs"]] == ["L1", "L3", "L3", "L5"]
     assert result["speed"]["decode_tokens_per_s"]["64"] > 0 and result["rl"]["steps"][0]["reward"] == 0.5

@@ -8,7 +8,7 @@ once the ranks have agreed on it.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Key(NamedTuple):
 
     of: Hashable
     plans: dict[Hashable, Plan]
+    shard: VocabShard | None  # whose plans they are
 
 
 def key_of(
@@ -53,7 +54,7 @@ def key_of(
     kinds = tuple(map(type, options))
     if not _KINDS.issuperset(kinds):
         return None
-    return Key((*looks, torch.is_grad_enabled(), options, kinds), plans)
+    return Key((*looks, torch.is_grad_enabled(), options, kinds), plans, shard)
 
 
 _KINDS = frozenset((type(None), bool, int, float, str))
@@ -62,12 +63,13 @@ _KINDS = frozenset((type(None), bool, int, float, str))
 def recall(key: Key | None, target_ids: Tensor) -> Plan | None:
     """The plan of a call that was remembered, for these targets."""
     known = None if key is None else key.plans.get(key.of)
-    if known is None:
+    if key is None or known is None:
         return None
+    shard = known.shard if key.shard is None else key.shard
     if target_ids.dtype != torch.int64 or target_ids.dim() != 1 or not target_ids.is_contiguous():
         target_ids = target_ids.reshape(-1).to(torch.int64).contiguous()
     return Plan(
-        known.call, known.shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs,
+        known.call, shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs,
         by_looks=True,
     )  # fmt: skip
 
@@ -78,4 +80,8 @@ def remember(key: Key | None, plan: Plan) -> None:
         return
     if len(key.plans) >= _MOST:
         key.plans.clear()
-    key.plans[key.of] = plan.without_tensors()
+    kept = plan.without_tensors()
+    if key.shard is not None:
+        # A circle would keep the shard's group past destroy_process_group, and that can abort a process at its exit.
+        kept = kept._replace(shard=cast(VocabShard, None))
+    key.plans[key.of] = kept
