@@ -98,6 +98,8 @@ def test_what_is_not_kept_says_why() -> None:
     assert "soft-cap" in sm90_kept.why_not_kept(hidden, weight, capped)
     assert "float16" in sm90_kept.why_not_kept(hidden.half(), weight.half(), plain)
     assert "16 bytes" in sm90_kept.why_not_kept(hidden[:, :9], torch.zeros(100, 9, dtype=torch.bfloat16), plain)
+    # its codes would be [N, 0], whose rows are no multiple of 8 elements apart: an error of one rank of a group
+    assert "padding alone" in sm90_kept.why_not_kept(hidden, weight, LocalProblem(100, 0, None, False))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ def kept_bytes_per_row(columns: int, dtype: torch.dtype) -> int:
 
 def why_not_kept(hidden: Tensor, weight: Tensor, problem: LocalProblem) -> str:
     """Why these operands' logits cannot be kept, or an empty text."""
+    if problem.valid == 0:
+        return "this shard is padding alone: there are no logits to keep"
     if weight.dtype != torch.bfloat16:
         return f"the sm90 kernels keep logits of bf16 operands in 16 bits, which is too few for {weight.dtype}"
     if problem.softcap is not None:
