@@ -11,6 +11,7 @@ from torch import Tensor
 import vocabshard as vs
 from vocabshard.kernels.problem import GradPlan, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.testing.compare import assert_same_bytes
+from vocabshard.testing.dlogits import dlogits
 
 pytestmark = pytest.mark.needs("sm90")
 
@@ -47,25 +48,6 @@ def ours(hidden, weight, bias, target, gs, **options) -> tuple[Tensor, Tensor, T
     pairs = [(o, g) for o, g in zip((out.logp, out.lse, out.entropy), gs, strict=True) if g is not None]
     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
     return h.grad, w.grad, None if b is None else b.grad
-
-
-def dlogits(hidden, weight, bias, target, gs, dtype, *, temperature=None, softcap=None) -> Tensor:
-    """dL/dz by torch's autograd in `dtype`, of the very logits that the forward made."""
-    made = vs.linear_logp(hidden, weight, target, bias, softcap=softcap, return_logits=True, backend="sm90")
-    z = leaf = made.logits.detach().to(dtype).requires_grad_()
-    if temperature is not None:
-        reciprocal = (1 / torch.as_tensor(temperature).double()).float().to(dtype)
-        z = z * (reciprocal[:, None] if reciprocal.dim() else reciprocal)
-    logps = torch.log_softmax(z, -1)
-    entropy = -(logps.exp() * torch.where(torch.isneginf(logps), 0.0, logps)).sum(-1)
-    outputs = (logps.gather(1, target[:, None])[:, 0], torch.logsumexp(z, -1), entropy)
-    pairs = [(o, g.to(dtype)) for o, g in zip(outputs, gs, strict=True) if g is not None]
-    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-    dz = leaf.grad
-    if softcap is not None:
-        before = vs.linear_logp(hidden, weight, target, bias, return_logits=True, backend="sm90").logits.to(dtype)
-        dz = dz * (1 - torch.tanh(before / softcap) ** 2)
-    return dz
 
 
 def check(hidden, weight, bias, target, gs, **options) -> None:

@@ -15,6 +15,7 @@ import vocabshard as vs
 from vocabshard.kernels import sm90_kept
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.testing.compare import assert_same_bytes
+from vocabshard.testing.dlogits import dlogits
 
 CSRC = Path(__file__).parent.parent / "csrc"
 
@@ -190,21 +191,6 @@ def run(
     pairs = [(o, g) for o, g in zip(out[:3], gs, strict=True) if g is not None]
     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
     return out, [None if x is None else x.grad for x in leaves]
-
-
-def dlogits(hidden, weight, bias, target, gs, dtype, temperature=None) -> Tensor:
-    """dL/dz by torch's autograd in `dtype`, of the very logits that the forward made."""
-    made = vs.linear_logp(hidden, weight, target, bias, return_logits=True, backend="sm90")
-    z = leaf = made.logits.detach().to(dtype).requires_grad_()
-    if temperature is not None:
-        reciprocal = (1 / torch.as_tensor(temperature).double()).float().to(dtype)
-        z = z * (reciprocal[:, None] if reciprocal.dim() else reciprocal)
-    logps = torch.log_softmax(z, -1)
-    entropy = -(logps.exp() * torch.where(torch.isneginf(logps), 0.0, logps)).sum(-1)
-    outputs = (logps.gather(1, target[:, None])[:, 0], torch.logsumexp(z, -1), entropy)
-    pairs = [(o, g.to(dtype)) for o, g in zip(outputs, gs, strict=True) if g is not None]
-    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-    return leaf.grad
 
 
 def check(hidden, weight, bias, target, gs, kept: int | str, **options) -> list[Tensor | None]:
