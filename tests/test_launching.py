@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vocabshard import launching
 from vocabshard.launching import choose_backend, free_port, run
 
 LAUNCH = Path(__file__).parent.parent / "launch" / "run.py"
@@ -146,3 +147,15 @@ def test_free_ports_can_be_bound() -> None:
 
     with socket.socket() as s:
         s.bind(("127.0.0.1", free_port()))
+
+
+def test_an_nccl_group_is_not_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that is, torch's new_group waits forever for a gloo group of some of the ranks."""
+    given: dict[str, object] = {}
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launching, "choose_backend", lambda *_: ("nccl", torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(launching.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(launching.dist, "init_process_group", lambda backend, **options: given.update(options))
+    assert launching.init_from_env().backend == "nccl"
+    assert given and given.get("device_id") is None
