@@ -242,6 +242,47 @@ def sm90_sampling_rows(
 ) -> None:
     """Cuts, tokens, truncated records, best columns and ranks, as far as there is memory for them."""
 
+TOPK_MOST: int
+
+def sm90_topk_fits(valid: int, n: int) -> bool: ...
+def sm90_topk_scan(
+    device: int,
+    stream: int,
+    logits: int,
+    row_stride: int,
+    rows: int,
+    valid: int,
+    vocab_start: int,
+    n: int,
+    target_ids: int,
+    place: int,
+    best: int,
+    before: int,
+) -> None:
+    """The n best places of rows of logits, and how many are larger than the target's."""
+
+def sm90_topk_finish(
+    device: int,
+    stream: int,
+    records: int,
+    parts: int,
+    rows: int,
+    entropy: bool,
+    best: int,
+    ranks: int,
+    n: int,
+    before: int,
+    target_ids: int,
+    scales: int,
+    scale: float,
+    cut: int,
+    ids: int,
+    logp: int,
+    rank: int,
+    fold: FoldRows,
+) -> None:
+    """Ids and log-probs of the best of all ranks, the target's rank, and its fold."""
+
 def sm90_sampling_histogram(
     *,
     device: int,

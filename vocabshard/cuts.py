@@ -216,8 +216,8 @@ def best_places(kernel: SimpleNamespace, blocks: Sequence[Block], n: int, over: 
     return everyone.transpose(0, 1).flatten(1).topk(n, dim=1, sorted=True).values
 
 
-def rank_of(kernel: SimpleNamespace, blocks: Sequence[Block], target_ids: Tensor, over: Over) -> Tensor:
-    """int64 [N]: 1 + the columns better than the target, 0 where the target is no column. A gather and a sum."""
+def target_places(blocks: Sequence[Block], target_ids: Tensor, over: Over) -> Tensor:
+    """int64 [N]: the targets' places, -2^63 where a target is no column. A gather."""
     places = []
     for logits, problem in blocks:
         local = target_ids - problem.vocab_start
@@ -227,6 +227,11 @@ def rank_of(kernel: SimpleNamespace, blocks: Sequence[Block], target_ids: Tensor
             continue
         z = logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
         places.append(torch.where(here, S.place_of(z, target_ids), S.KEEP_ALL))
-    place = over.gather(places).amax(0)
+    return over.gather(places).amax(0)
+
+
+def rank_of(kernel: SimpleNamespace, blocks: Sequence[Block], target_ids: Tensor, over: Over) -> Tensor:
+    """int64 [N]: 1 + the columns better than the target, 0 where the target is no column. A gather and a sum."""
+    place = target_places(blocks, target_ids, over)
     before = over.sum([kernel.before(*block, place) for block in blocks])
     return torch.where(place == S.KEEP_ALL, 0, before + 1)

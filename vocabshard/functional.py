@@ -11,13 +11,14 @@ from torch import Tensor
 from vocabshard import checks, compiled
 from vocabshard import strict as strict_mode
 from vocabshard.autograd import LinearLogp, LogitsLogp
+from vocabshard.best import Best
 from vocabshard.contract import Provenance
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import GradOptions, LogpOutput
 from vocabshard.passes import LinearOperands, linear_scores
 from vocabshard.plan import Operands, Plan, Request, group_size, make_plan
 from vocabshard.remembered import key_of, recall, remember
-from vocabshard.sampled import Best, pass_over
+from vocabshard.sampled import pass_over
 from vocabshard.sampling import SamplingProgram
 from vocabshard.shard import VocabShard
 

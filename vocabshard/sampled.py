@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vocabshard import cuts, kernels
-from vocabshard import sampling as S
+from vocabshard.best import Best, of_logits
 from vocabshard.cuts import Block, Over
-from vocabshard.dist.fold import fold, set_targets
+from vocabshard.dist.fold import fold
 from vocabshard.dist.gather import gather_rows, gather_tensors
 from vocabshard.kernels import sampling_torch, truncated
 from vocabshard.partials import FoldedRows
@@ -30,14 +30,6 @@ class Draw(NamedTuple):
 
     seed: int
     row_keys: Tensor  # int64 [N]
-
-
-class Best(NamedTuple):
-    """The n best columns of each row, and the place of its target among all."""
-
-    ids: Tensor  # int64 [N, n], -1 where there are fewer columns
-    logp: Tensor  # fp32 [N, n]
-    target_rank: Tensor  # int64 [N], from 1; 0 where the target is no column
 
 
 class Sampled(NamedTuple):
@@ -106,30 +98,17 @@ def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
             cut = cuts.find_cut(kernel, blocks, x.inv_temperature, steps, maxima, usable, over)
         if draw is not None:
             tokens = cuts.draw(kernel, blocks, x.inv_temperature, cut, usable, *draw, over).ids
+    if records is None and tokens is x.target_ids and cut is None and not call.problem.entropy:
+        records = uncut
     if records is None:
         records = truncated.logits_forward(call.kernel, logits, tokens, x.inv_temperature, call.problem, cut)
     gathered = gather_tensors(records, call.group)
-    rows = fold(call.backend, gathered, tokens, call.ignore_index, call.real_vocab_size, call.invalid)
     best = None
-    if call.topk is not None:
-        places = cuts.best_places(kernel, blocks, call.topk, over)
-        rank = cuts.rank_of(kernel, blocks, tokens, over)
-        best = _best(call, gathered, places, rank, x.inv_temperature, cut)
+    if call.topk is None:
+        rows = fold(call.backend, gathered, tokens, call.ignore_index, call.real_vocab_size, call.invalid)
+    else:
+        rows, best = of_logits(call, kernel, blocks[0], gathered, tokens, x.inv_temperature, cut, over)
     return Sampled(rows, cut, tokens, best, logits if call.want_logits else None)
-
-
-def _best(
-    call: Call, gathered: Tensor, places: Tensor, rank: Tensor, scale: float | Tensor | None, cut: Tensor | None
-) -> Best:
-    some = places != S.KEEP_ALL
-    z, ids = S.place_parts(torch.where(some, places, 0))
-    kept = some if cut is None else some & (places >= cut[:, None])
-    y = torch.where(kept, sampling_torch.scaled(z, scale), float("-inf"))
-    many = set_targets(call.backend, gathered, y)
-    ids = torch.where(some, ids, -1)
-    scored = fold(call.backend, many, torch.where(some, ids, 0).reshape(-1), -1, call.real_vocab_size, "nan")
-    logp = torch.where(some, scored.logp.view(ids.shape), float("-inf"))
-    return Best(ids, logp, rank)
 
 
 def _joined(found: list[Sampled]) -> Sampled:

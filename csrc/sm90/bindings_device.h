@@ -33,5 +33,6 @@ class OnDevice {
 void register_dlogits(pybind11::module_& module);
 void register_products(pybind11::module_& module);
 void register_sampling(pybind11::module_& module);
+void register_topk(pybind11::module_& module);
 
 }  // namespace vocabshard::sm90

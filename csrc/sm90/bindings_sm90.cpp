@@ -98,6 +98,7 @@ void register_sm90(py::module_& module) {
           py::arg("cut") = 0, py::arg("kept") = KeptRows{},
           "Records, or with records == 0 the folded rows; what is kept of the first rows.");
 
+  register_topk(module);
   module.attr("SM90_PATHS") =
       py::dict(py::arg("auto") = int(kAuto), py::arg("rows128") = int(kRows128), py::arg("rows64") = int(kRows64),
                py::arg("mma") = int(kMma), py::arg("fma") = int(kFma));

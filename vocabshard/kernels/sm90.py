@@ -28,6 +28,7 @@ from vocabshard.kernels.sm90_sampling import (
     sampling_maxima,
     sampling_rows,
 )
+from vocabshard.kernels.sm90_topk import topk_finish, topk_fits, topk_scan
 from vocabshard.partials import FoldedRows, new_records, target_logits
 
 check_constants(_C.contract())
@@ -255,5 +256,8 @@ __all__ = [
     "sampling_histogram",
     "sampling_maxima",
     "sampling_rows",
+    "topk_finish",
+    "topk_fits",
+    "topk_scan",
     "why_not_kept",
 ]
