@@ -63,7 +63,7 @@ def topk_finish(
     folded = _new_rows(rows, words > 4, device)
     ids, logp = torch.empty(rows, n, dtype=I64, device=device), torch.empty(rows, n, device=device)
     rank = torch.empty(rows, dtype=I64, device=device)
-    per_row = isinstance(scale, Tensor)
+    per_row, one = (scale.data_ptr(), 1.0) if isinstance(scale, Tensor) else (0, 1.0 if scale is None else scale)
     _C.sm90_topk_finish(
         device.index,
         torch._C._cuda_getCurrentRawStream(device.index),
@@ -76,8 +76,8 @@ def topk_finish(
         n,
         before.data_ptr(),
         target_ids.data_ptr(),
-        scale.data_ptr() if isinstance(scale, Tensor) else 0,
-        1.0 if scale is None or per_row else scale,
+        per_row,
+        one,
         0 if cut is None else cut.data_ptr(),
         ids.data_ptr(),
         logp.data_ptr(),
