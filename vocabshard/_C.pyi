@@ -450,9 +450,11 @@ def sm90_dlogits(
     out: int,
     out_row: int,
     bias_sums: int = 0,
+    cut: int = 0,
+    first_id: int = 0,
     stream: int,
 ) -> None:
-    """dlogits of a block of columns, rounded to the element, [rows, out_row]."""
+    """dlogits of a block of columns, rounded to the element, [rows, out_row]; 0 where `cut` leaves out."""
 
 def sm90_add_fma_product(
     *,

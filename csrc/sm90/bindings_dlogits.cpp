@@ -64,7 +64,7 @@ void register_dlogits(py::module_& module) {
       [](int device, int32_t element, int64_t rows, int64_t depth, int64_t columns, uintptr_t hidden,
          int64_t hidden_row, uintptr_t weight, int64_t weight_row, uintptr_t bias, int32_t bias_element, float softcap,
          bool plain, int64_t first_column, uintptr_t row_terms, uintptr_t out, int64_t out_row, uintptr_t bias_sums,
-         uintptr_t stream) {
+         uintptr_t cut, int64_t first_id, uintptr_t stream) {
         DlogitsCall call = {};
         call.element = element;
         call.rows = rows, call.depth = depth, call.columns = columns;
@@ -76,14 +76,16 @@ void register_dlogits(py::module_& module) {
         call.row_terms = pointer<DlogitsRow>(row_terms);
         call.out = pointer<void>(out), call.out_row = out_row;
         call.bias_sums = pointer<float>(bias_sums);
+        call.cut = pointer<int64_t>(cut), call.first_id = first_id;
         const OnDevice guard(device);
         launch_dlogits(call, as_stream(stream));
       },
       py::kw_only(), py::arg("device"), py::arg("element"), py::arg("rows"), py::arg("depth"), py::arg("columns"),
       py::arg("hidden"), py::arg("hidden_row"), py::arg("weight"), py::arg("weight_row"), py::arg("bias") = 0,
       py::arg("bias_element") = 0, py::arg("softcap") = 0.0f, py::arg("plain"), py::arg("first_column"),
-      py::arg("row_terms"), py::arg("out"), py::arg("out_row"), py::arg("bias_sums") = 0, py::arg("stream"),
-      "dlogits of a block of columns, rounded to the element, [rows, out_row].");
+      py::arg("row_terms"), py::arg("out"), py::arg("out_row"), py::arg("bias_sums") = 0, py::arg("cut") = 0,
+      py::arg("first_id") = 0, py::arg("stream"),
+      "dlogits of a block of columns, rounded to the element, [rows, out_row]; 0 where `cut` leaves out.");
   module.def(
       "sm90_dlogits_kept",
       [](int device, int64_t rows, int64_t columns, uintptr_t codes, int64_t codes_row, uintptr_t references,

@@ -140,6 +140,7 @@ void launch_dlogits(const DlogitsCall& call, cudaStream_t stream) {
   require(call.out_row % 8 == 0 && call.out_row >= groups * kGroupColumns &&
               reinterpret_cast<uintptr_t>(call.out) % 16 == 0,
           "out must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");
+  require(!call.plain || call.cut == nullptr, "the plain kernel takes no cut");
   if (call.rows == 0 || call.columns == 0) return;
   constexpr WgmmaShape kShape = kDlogitsShape;
   const bool half_precision = call.element == kHalf;
@@ -161,6 +162,7 @@ void launch_dlogits(const DlogitsCall& call, cudaStream_t stream) {
   p.row_terms = call.row_terms;
   p.out = call.out, p.out_row = call.out_row;
   p.bias_sums = call.bias_sums;
+  p.cut = call.cut, p.vocab_start = call.first_id;
   const int64_t tiles = static_cast<int64_t>(p.units) * p.rounds;
   require(tiles < (int64_t{1} << 31), "too many tiles in a block");
   const int32_t clusters = static_cast<int32_t>(std::min<int64_t>(tiles, std::max(multiprocessor_count() / 2, 1)));

@@ -85,7 +85,7 @@ VS_DEVICE float soft_cap_slope(float capped, float inverse_cap) {
   return ptx::is_infinite(capped) ? 0.0f : fma(-tanh, tanh, 1.0f);
 }
 
-// kPlain: no softcap, no temperature, no gradient of the entropy.
+// kPlain: no softcap, no temperature, no gradient of the entropy, no cut.
 template <bool kPlain>
 VS_DEVICE float dlogit(float capped, const DlogitsRow& row, float inverse_cap) {
   if constexpr (kPlain) {
@@ -188,6 +188,9 @@ VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const Dlogits
     softcap_all(acc, p.cap);
     inverse_cap = div(1.0f, p.cap);
   }
+  // as the forward did; of -inf the gradient is 0
+  if (!kPlain && p.cut != nullptr)
+    leave_out(acc, p, first_row, first_column, ptx::thread() / 32 % 4, ptx::thread() % 32);
 
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {

@@ -67,12 +67,14 @@ struct DlogitsCall {
   const void* bias;  // [columns] from the block's first on, or null
   int32_t bias_element;
   float softcap;                // 0: none
-  bool plain;                   // neither softcap, temperature nor gradient of the entropy
+  bool plain;                   // neither softcap, temperature, gradient of the entropy nor cut
   int64_t first_column;         // of the block in the shard
   const DlogitsRow* row_terms;  // [rows]
   void* out;                    // [rows, out_row]: zero in columns from `columns` up to the next multiple of 64
   int64_t out_row;              // a multiple of 8 elements, not below that
   float* bias_sums;             // [ceil(rows / 128), out_row]: sums of dz over blocks of 128 rows; or null
+  const int64_t* cut;           // [rows], places of the last kept columns (sampling.h), or null: columns left out get 0
+  int64_t first_id;             // global, of the block's first column; used with a cut
 };
 
 void launch_dlogits(const DlogitsCall& call, cudaStream_t stream);

@@ -17,6 +17,8 @@ struct alignas(128) DlogitsParams {
   void* out;
   int64_t out_row;
   float* bias_sums;
+  const int64_t* cut;   // [rows] or null, never in the plain kernel
+  int64_t vocab_start;  // global id of the block's first column
 };
 
 constexpr WgmmaShape kDlogitsShape = {2, 3};

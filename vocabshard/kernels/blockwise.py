@@ -64,7 +64,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The kernel interface's backward (vocabshard/kernels/problem.py). `products` stands for the library's, of fp32
     operands."""
-    logits, add_product = (_logits, _add_product) if products is None else products
+    logits, add_product = (_logits, add_library_product) if products is None else products
     n, d = hidden.shape
     active = active_rows(grads)
     # rows that count for nothing must not reach grad_weight, whatever they hold
@@ -132,7 +132,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return z if bias is None else z.add_(bias.float())
 
 
-def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+def add_library_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    """to [M, C] += a [M, K] @ b [K, C]."""
     to += product(a, b)
 
 

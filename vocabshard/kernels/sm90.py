@@ -7,15 +7,18 @@ is a pure function of shape and strides and never changes a byte.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.contract import check_constants
-from vocabshard.kernels import cuda_logits, truncated
+from vocabshard.kernels import cuda_logits, sm90_backward, truncated
 from vocabshard.kernels.cuda_logits import logits_backward, logits_backward_upstream, logits_rows, logits_scores
-from vocabshard.kernels.problem import KeptLogits, LocalProblem
-from vocabshard.kernels.sm90_backward import backward, row_grads
+from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.sm90_backward import row_grads
+from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
 from vocabshard.kernels.sm90_kept import KEPT_ROWS, groups_of, kept_bytes_per_row, new_kept, why_not_kept
 from vocabshard.kernels.sm90_sampling import (
@@ -37,7 +40,7 @@ PATHS: dict[str, int] = _C.SM90_PATHS
 _NO_FOLD = _C.FoldRows(0, 0, True, 0, 0, 0, 0, 0, 0)
 _NOTHING_KEPT = _C.KeptRows(0, 0, 0, 0, 0, 0)
 CONTINUES_CHAIN = (torch.bfloat16, torch.float16, torch.float32)
-TAKES_CUT = ("forward", "logits_forward")
+TAKES_CUT = ("forward", "backward", "logits_forward")
 
 
 def _launch(
@@ -132,8 +135,8 @@ def forward(
     target_ids int64 [N] are global; inv_temperature is None, a float or fp32 [N]; both tensors contiguous. The logits
     [N, V_local] are those before temperature, -inf in padding columns. Columns that `cut` int64 [N] leaves out
     (vocabshard/sampling.py) count as -inf. `path` is for tests: a key of PATHS. The weight is never copied; hidden is
-    where its strides alone keep the tensor copy engine from reading it. `keep` (of new_kept) gets the leading rows;
-    there must be no why_not_kept, and no cut.
+    where its strides alone keep the tensor copy engine from reading it. `keep` (of new_kept) gets the leading rows,
+    what `cut` leaves out as -inf; there must be no why_not_kept.
     """
     records = new_records(hidden.shape[0], problem.entropy, hidden.device)
     rows = _NOTHING_KEPT
@@ -215,6 +218,28 @@ def forward_scores(
     assert logp is not None
     x, outs = (hidden, weight, bias, target_ids, inv_temperature), (logp, lse, entropy, None, None, None)
     return logp, lse, entropy, _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, outs)
+
+
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    saved: SavedRows,
+    grads: RowGrads,
+    needs: Needs,
+    how: GradPlan = ORDINARY,
+    *,
+    cut: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """kernels/sm90_backward.py's; fp32 under a cut goes over blocks of logits, with products of FMA chains."""
+    x = (hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
+    if cut is None or hidden.dtype != torch.float32 or hidden.shape[0] * problem.valid == 0:
+        return sm90_backward.backward(*x, cut=cut)
+    this = sys.modules[__name__]
+    return truncated.backward_by_blocks(*x, kernel=this, cut=cut, add_product=FMA_CHAIN.add_product)
 
 
 def logits_forward(

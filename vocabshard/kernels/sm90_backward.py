@@ -3,8 +3,8 @@
 For a block of columns, logits are recomputed by the forward's own main loop and their gradient is formed in fp32 from
 the saved lse2 pair, rounded once to the operands' dtype and stored; two products take it to grad_hidden and
 grad_weight. Of rows that the forward kept (sm90_kept.py) it is formed from what was kept, and where all were and nobody
-will read them again, in their place and as one block. Scratch memory is bounded by WORKSPACE, whatever N and V. No byte
-depends on how the blocks are cut, and a row of grad_hidden not on the batch.
+will read them again, in their place and as one block: a truncation is in them. Scratch memory is bounded by
+WORKSPACE, whatever N and V. No byte depends on how the blocks are cut, and a row of grad_hidden not on the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from vocabshard.kernels.problem import (
     SavedRows,
     Upstream,
 )
-from vocabshard.kernels.sm90_cut import COLUMNS, MOST_ROWS, ROWS, Blocks, cut
+from vocabshard.kernels.sm90_cut import COLUMNS, MOST_ROWS, ROWS, Blocks
+from vocabshard.kernels.sm90_cut import cut as cut_into_blocks
 from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
 from vocabshard.kernels.sm90_kept import GROUP
@@ -53,10 +54,13 @@ def backward(
     grads: RowGrads,
     needs: Needs,
     how: GradPlan = ORDINARY,
+    *,
+    cut: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The kernel interface's backward (vocabshard/kernels/problem.py). fp32 is taken by blockwise.py with products of
-    FMA chains; 16-bit operands that TMA can't read are copied to where it can, the weight a block at a
-    time."""
+    FMA chains, and with a cut by sm90.py; 16-bit operands that TMA can't read are copied to where it can, the weight a
+    block at a time. cut int64 [N]: what a truncation keeps (vocabshard/sampling.py); other columns get and give
+    nothing."""
     hidden, weight = plain_strides(hidden), plain_strides(weight)
     n, d = hidden.shape
     columns = problem.valid
@@ -80,7 +84,7 @@ def backward(
     if needs.bias and bias is not None:
         grad_bias = torch.zeros_like(bias)
 
-    terms = RowTerms(hidden, target_ids, inv_temperature, problem, saved, grads, needs.weight)
+    terms = RowTerms(hidden, target_ids, inv_temperature, problem, saved, grads, needs.weight, cut)
     pairs = max(torch.cuda.get_device_properties(device).multi_processor_count // 2, 1)
     # columns of a chain of grad_hidden's, 0: all
     chains = SHORT_CHAIN if hidden.dtype == torch.float16 and how.grad_hidden is None else 0
@@ -91,7 +95,9 @@ def backward(
     else:
         # so few rows at a time that a block holds a chain
         most_rows, step = (16384 if d <= 8192 else 2048, SHORT_CHAIN) if chains else (MOST_ROWS, COLUMNS)
-        blocks = cut(n, d, columns, WORKSPACE - terms.bytes, pairs, most_rows, not readable_by_tma(weight), step)
+        blocks = cut_into_blocks(
+            n, d, columns, WORKSPACE - terms.bytes, pairs, most_rows, not readable_by_tma(weight), step
+        )
         width = max(-(-(b - a) // 64) * 64 for a, b in itertools.pairwise(blocks.columns))
         dlogits = torch.empty(blocks.rows, width, dtype=hidden.dtype, device=device)
     width = dlogits.shape[1]
@@ -186,11 +192,13 @@ class RowTerms:
         saved: SavedRows,
         grads: RowGrads,
         look_for_broken: bool,
+        cut: Tensor | None = None,
     ) -> None:
         n, device = hidden.shape[0], hidden.device
-        self.hidden, self.softcap = hidden, problem.softcap
+        self.hidden, self.softcap, self.vocab_start = hidden, problem.softcap, problem.vocab_start
+        self.cut = None if cut is None else cut.contiguous()
         self.without_entropy = grads.entropy is None
-        self.plain = problem.softcap is None and inv_temperature is None and self.without_entropy
+        self.plain = problem.softcap is None and inv_temperature is None and self.without_entropy and cut is None
         self.terms = torch.empty(n, _C.SM90_DLOGITS_ROW_BYTES, dtype=torch.uint8, device=device)
         self.active = torch.empty(n, dtype=torch.uint8, device=device)
         # rows that count for nothing and yet would make NaN of grad_weight: one bit each
@@ -288,7 +296,7 @@ class RowTerms:
     def _made_again(
         self, rows: slice, start: int, weight: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor | None
     ) -> None:
-        hidden = self.hidden[rows]
+        hidden, cut = self.hidden[rows], None if self.cut is None else self.cut[rows]
         _C.sm90_dlogits(
             device=hidden.device.index,
             element=ELEMENTS[hidden.dtype],
@@ -308,6 +316,8 @@ class RowTerms:
             out=out.data_ptr(),
             out_row=out.stride(0),
             bias_sums=0 if sums is None else sums[rows.start // ROWS :].data_ptr(),
+            cut=_pointer(cut),
+            first_id=self.vocab_start + start,
             stream=torch.cuda.current_stream(hidden.device).cuda_stream,
         )
 

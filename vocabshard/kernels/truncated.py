@@ -6,7 +6,7 @@ cut is int64 [N] (vocabshard/sampling.py); columns that it leaves out count as l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vocabshard.kernels.blockwise import active_rows, product, without_autocast
+from vocabshard.kernels.blockwise import active_rows, add_library_product, without_autocast
 from vocabshard.kernels.problem import ORDINARY, GradPlan, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.partials import new_records
 from vocabshard.sampling import left_out
@@ -90,7 +90,6 @@ def forward(
     return torch.cat(records, 1), torch.cat(logits) if want_logits else None
 
 
-@without_autocast
 def backward(
     hidden: Tensor,
     weight: Tensor,
@@ -106,12 +105,32 @@ def backward(
     kernel: ModuleType,
     cut: Tensor,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The kernel interface's backward under a cut. A block's gradient of the logits is rounded to the operands' dtype
-    for the products; sums are fp32, in the order of a library's."""
+    """The kernel interface's backward under a cut."""
+    x = (hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
     if takes_cut(kernel, "backward"):
-        return kernel.backward(
-            hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how, cut=cut
-        )
+        return kernel.backward(*x, cut=cut)
+    return backward_by_blocks(*x, kernel=kernel, cut=cut)
+
+
+@without_autocast
+def backward_by_blocks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_ids: Tensor,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    saved: SavedRows,
+    grads: RowGrads,
+    needs: Needs,
+    how: GradPlan = ORDINARY,
+    *,
+    kernel: ModuleType,
+    cut: Tensor,
+    add_product: Callable[[Tensor, Tensor, Tensor], None] = add_library_product,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The same over blocks of logits. A block's gradient of the logits is rounded to the operands' dtype for the
+    products; sums are fp32, in the order of `add_product`'s (kernels/blockwise.py)."""
     given, valid = replace(problem, softcap=None), problem.valid
     active = active_rows(grads)
     grad_hidden = how.grad_hidden
@@ -132,10 +151,10 @@ def backward(
             grad_bias[:valid] += dz.sum(0)
         dz = dz.to(hidden.dtype)
         if grad_hidden is not None:
-            grad_hidden[rows] += product(dz, weight[:valid])
+            add_product(grad_hidden[rows], dz, weight[:valid])
         if grad_weight is not None:
             nothing = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
-            grad_weight[:valid] += product(dz.t(), torch.where(active[rows, None], hidden[rows], nothing))
+            add_product(grad_weight[:valid], dz.t(), torch.where(active[rows, None], hidden[rows], nothing))
     if grad_hidden is not None:
         how.announce(grad_hidden)
     if grad_weight is not None and how.main_grad is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import vocabshard as vs
+from vocabshard.sampling import left_out
 
 
 def dlogits(
@@ -20,15 +21,21 @@ def dlogits(
     *,
     temperature: float | Tensor | None = None,
     softcap: float | None = None,
+    cut: Tensor | None = None,
+    backend: str = "sm90",
 ) -> Tensor:
-    """dL/dz [N, V] in `dtype`; hidden [N, D], weight [V, D], upstream gradients of logp, lse and entropy [N] each."""
+    """dL/dz [N, V] in `dtype`; hidden [N, D], weight [V, D], upstream gradients of logp, lse and entropy [N] each.
+    cut int64 [N]: what a truncation keeps, of logits with bias and soft-cap."""
 
     def logits(cap: float | None) -> Tensor:
-        made = vs.linear_logp(hidden, weight, target, bias, softcap=cap, return_logits=True, backend="sm90")
+        made = vs.linear_logp(hidden, weight, target, bias, softcap=cap, return_logits=True, backend=backend)
         assert isinstance(made, vs.LogpOutput) and made.logits is not None
-        return made.logits.detach().to(dtype)
+        return made.logits.detach()
 
-    z = leaf = logits(softcap).requires_grad_()
+    capped = logits(softcap)
+    z = leaf = capped.to(dtype, copy=True).requires_grad_()
+    if cut is not None:
+        z = z.masked_fill(left_out(capped, 0, cut), float("-inf"))
     if temperature is not None:
         reciprocal = (1 / torch.as_tensor(temperature).double()).float().to(dtype)
         z = z * (reciprocal[:, None] if reciprocal.dim() else reciprocal)
@@ -40,5 +47,5 @@ def dlogits(
     dz = leaf.grad
     assert dz is not None
     if softcap is not None:
-        dz = dz * (1 - torch.tanh(logits(None) / softcap) ** 2)
+        dz = dz * (1 - torch.tanh(logits(None).to(dtype) / softcap) ** 2)
     return dz
