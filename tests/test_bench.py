@@ -54,6 +54,8 @@ def test_another_dtype_and_backend(tmp_path: Path) -> None:
         (["--backend", "nothing"], "--backend nothing: backend must be one of"),
         (["--device", "cpu", "--backend", "sm90"], "--backend sm90: "),
         (["--out", "/nowhere/at/all.json"], "the directory /nowhere/at does not exist"),
+        (["--out", "/proc/bench.json"], "--out /proc/bench.json: "),
+        ([*SMALL[1:], "--out", "/proc/version"], "--out /proc/version: "),  # a file that root may open, not write
     ],
 )
 def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -640,3 +640,9 @@ def test_errors() -> None:
             vocab_parallel_sample(hidden, weight, bias, program=FULL, **options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="program"):
         vocab_parallel_sample(hidden, weight, bias, program=None, seed=0)  # type: ignore[arg-type]
+    for rows in (4, 0):
+        for columns, options in ((0, {}), (50, {"real_vocab_size": 0})):
+            for validate in (True, False):
+                with pytest.raises(ValueError, match="no token to draw: real_vocab_size is 0"):
+                    empty = (hidden[:rows], weight[:columns], bias[:columns])
+                    vocab_parallel_sample(*empty, program=FULL, seed=0, validate=validate, **options)

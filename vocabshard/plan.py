@@ -244,7 +244,9 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         )
         _check_sharding(request, shard)
     shard.agree_first_use(_first_use(request, operands, choice), operands.matrix)
-    if validate:
+    if request.seed is not None and shard.real_vocab_size == 0:
+        raise ValueError("there is no token to draw: real_vocab_size is 0, the vocabulary is empty")
+    if validate and request.seed is None:  # who draws has no targets
         # the ranks have agreed on target_ids, cut and the real size: all raise the same
         checks.target_values(operands.target_ids, request.ignore_index, shard.real_vocab_size)
         if operands.cut is not None:

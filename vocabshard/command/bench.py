@@ -16,7 +16,7 @@ from torch import Tensor
 import vocabshard
 from vocabshard import kernels
 from vocabshard.command.errors import InputError, first_line
-from vocabshard.command.files import writable
+from vocabshard.command.files import writable, write_text
 from vocabshard.contract import CONTRACT_ID
 from vocabshard.functional import batch_invariant_logp, linear_logp
 from vocabshard.testing.timing import Call, medians, milliseconds, peak_bytes, ratio
@@ -93,8 +93,7 @@ def bench(args: argparse.Namespace) -> int:
         for line in _table(entry, backends):
             print(line, flush=True)
     if args.out is not None:
-        with open(args.out, "w") as out:
-            out.write(json.dumps(result, indent=1) + "\n")
+        write_text("--out", args.out, json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from vocabshard.command.errors import InputError
@@ -24,4 +25,17 @@ def writable(option: str, name: str, *inputs: str) -> Path:
             raise InputError(f"{option} {path}: is the input {given}, which would be lost; choose another name")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{option} {path}: the directory {path.parent} is not writable")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # /proc lets root write, and has no room for a file
+            pass
+    except OSError as error:
+        raise InputError(f"{option} {path}: no file can be made in {path.parent}: {error.strerror}") from error
     return path
+
+
+def write_text(option: str, name: str, text: str) -> None:
+    """Writes the file that an option names. Raises InputError."""
+    try:
+        Path(name).write_text(text)
+    except OSError as error:
+        raise InputError(f"{option} {name}: cannot be written: {error.strerror}") from error

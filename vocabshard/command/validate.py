@@ -13,7 +13,7 @@ import torch
 import vocabshard
 from vocabshard import kernels
 from vocabshard.command.errors import InputError, first_line, require
-from vocabshard.command.files import writable
+from vocabshard.command.files import writable, write_text
 from vocabshard.contract import CONTRACT_ID
 from vocabshard.ladder import Rung, levels, record
 from vocabshard.ladder.rl import find_loop, rl_run
@@ -52,7 +52,7 @@ def validate(args: argparse.Namespace) -> int:
     print(_speed_in_words(result["speed"]))
     print("0 rows differ" if result["holds"] else "NOT the same bytes")
     if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        write_text("--out", args.out, json.dumps(result, indent=1) + "\n")
     if args.plot:
         from vocabshard.command.plot import plot_ladder
 
