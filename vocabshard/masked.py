@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocabshard import checks, together
 from vocabshard.dist.grad import HiddenSum
 from vocabshard.functional import linear_logp, vocab_parallel_logp
 from vocabshard.options import LogpOutput
@@ -38,11 +39,24 @@ def masked_linear_logp(
     `vocab_parallel_logp` over the masked logits. Collectives: for each chunk and pass two all-gathers of 32 bytes a
     row, and one sum of grad_hidden over the group.
     """
-    if keep.dtype != torch.bool or keep.shape != (hidden.shape[0], weight.shape[0]):
-        raise ValueError(
-            f"keep must be bool [N, V_local] = {[hidden.shape[0], weight.shape[0]]}, got {keep.dtype} "
-            f"{list(keep.shape)}"
-        )
+
+    def check() -> None:
+        together.known("masked_linear_logp", linear_logp, options)
+        checks.with_width("hidden", hidden)
+        checks.with_width("weight", weight)
+        checks.tensor("keep", keep, (torch.bool,))
+        if hidden.dim() != 2 or keep.shape != (hidden.shape[0], weight.shape[0]):
+            raise ValueError(
+                f"hidden must be [N, D] and keep bool [N, V_local] = {[*hidden.shape[:-1], weight.shape[0]]}, got "
+                f"{list(hidden.shape)} and {keep.dtype} {list(keep.shape)}"
+            )
+        if chunk_rows is not None and chunk_rows < 1:
+            raise ValueError(f"chunk_rows must be at least 1 or None, got {chunk_rows!r}")
+
+    together.checked(
+        check, together.group_of(options.get("tp_group"), options.get("shard")), (hidden, weight, target_ids),
+        validate=options.get("validate"), backend=options.get("backend", "auto"), stated=lambda: chunk_rows,
+    )  # fmt: skip
     step = chunk_rows or max(1, LOGITS_BYTES // (4 * max(1, weight.shape[0])))
     chunks = [slice(first, min(first + step, len(hidden))) for first in range(0, len(hidden), step)]
     return _Masked.apply(hidden, weight, bias, target_ids, keep, temperature, chunks, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -198,7 +198,8 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
     """
     group = _group_of(request)
     rank_and_size(group)
-    validate = _validates(request, operands)
+    tensors = (operands.hidden, operands.matrix, operands.target_ids)
+    validate = validates(request.validate, request.backend, tensors)
     shard: VocabShard | None = request.shard
     error: Exception | None = None
     hashes: dict[str, int] = {}
@@ -329,13 +330,12 @@ def _choose(request: Request, operands: Operands) -> kernels.Choice:
     return choice
 
 
-def _validates(request: Request, operands: Operands) -> bool:
+def validates(validate: bool | None, backend: str, tensors: Iterable[Any]) -> bool:
     """By what the ranks share, not by the one tensor that may be wrong on one of them."""
-    if isinstance(request.validate, bool):
-        return request.validate
-    tensors = (operands.hidden, operands.matrix, operands.target_ids)
+    if isinstance(validate, bool):
+        return validate
     on_gpu = any(isinstance(t, Tensor) and t.device.type not in ("cpu", "meta") for t in tensors)
-    return not on_gpu or request.backend == "torch"
+    return not on_gpu or backend == "torch"
 
 
 def _hashes(request: Request, operands: Operands) -> dict[str, int]:

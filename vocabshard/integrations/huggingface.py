@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from vocabshard import checks
+from vocabshard import checks, together
 from vocabshard.contract import TILE
 from vocabshard.dist.gather import gather_tensors, rank_and_size
 from vocabshard.functional import batch_invariant_logp, linear_logp
@@ -154,11 +154,24 @@ def _score(model: Any, given: dict[str, Any]) -> CausalLMLogp:
     given = dict(given)
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
     items, ignore_index = given.pop("num_items_in_batch", None), given.pop("ignore_index", -100)
-    _refuse(model, given)
+
+    def check() -> None:
+        _refuse(model, given)
+        for name, ids in (("labels", labels), ("shift_labels", shifted)):
+            if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2):
+                raise ValueError(f"{name} must be a tensor [B, S], got {list(getattr(ids, 'shape', [])) or ids!r}")
+        if items is not None and (isinstance(items, bool) or not isinstance(items, (int, float, Tensor))):
+            raise TypeError(f"num_items_in_batch must be a number, got {items!r}")
+        _linear_of(model.get_output_embeddings())
+        _output_scale(model)
+
+    # before the backbone, which may communicate too
+    together.checked(
+        check, _group_of(model, how), (labels, shifted, next(model.parameters(), None)),
+        validate=how.options.get("validate"), backend=how.options.get("backend", "auto"),
+        stated=lambda: shifted is None,
+    )  # fmt: skip
     given.pop("logits_to_keep", None)
-    for name, ids in (("labels", labels), ("shift_labels", shifted)):
-        if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2):
-            raise ValueError(f"{name} must be a tensor [B, S], got {list(getattr(ids, 'shape', [])) or ids!r}")
     outputs = model.base_model(**{"use_cache": False, **given})
     hidden = outputs.last_hidden_state
     if shifted is None:
@@ -256,6 +269,18 @@ def _of_head(model: Any, how: _Head, hidden: Tensor, labels: Tensor, ignore_inde
             del head.forward
         else:
             head.forward = own
+
+
+def _group_of(model: Any, how: _Head) -> Any:
+    """That the head's ranks agree over; None for a process alone, and for a head that cannot be looked into."""
+    head = model.get_output_embeddings()
+    for name in ("original_module", "base_layer"):
+        head = getattr(head, name, head)
+    weight = getattr(head, "weight", None)
+    shard = head.shard if isinstance(getattr(head, "shard", None), VocabShard) else None
+    # FSDP's DTensors are of another mesh
+    matrix = None if isinstance(head, nn.Module) and _gathers_in_its_call(head) else weight
+    return together.group_of(how.tp_group, shard, matrix)
 
 
 def _gathers_in_its_call(head: nn.Module) -> bool:

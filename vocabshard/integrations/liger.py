@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vocabshard import checks
+from vocabshard import checks, together
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.functional import linear_logp, vocab_parallel_logp
 from vocabshard.integrations import losses
@@ -53,7 +53,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         m_tiles_per_cluster tunes a kernel that is not here: it is checked, and nothing else.
         """
         _positive("m_tiles_per_cluster", m_tiles_per_cluster)
-        checks.with_width("weight", weight)
+        _check_scaled(weight, temperature, return_entropy)
         if selected_token_ids is not None:
             _check_ids(selected_token_ids, weight)
         return _scaled(_input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids)
@@ -78,13 +78,17 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         tp_group None is the world, as there.
         tiles_per_reduce (1, 2, 4) tunes a kernel that is not here. Collectives: those of `linear_logp`.
         """
-        if tiles_per_reduce not in (1, 2, 4):
-            raise ValueError(f"tiles_per_reduce must be one of 1, 2, or 4, got {tiles_per_reduce!r}")
+
+        def check() -> None:
+            if tiles_per_reduce not in (1, 2, 4):
+                raise ValueError(f"tiles_per_reduce must be one of 1, 2, or 4, got {tiles_per_reduce!r}")
+            _check_scaled(weight, temperature, return_entropy)
+
         if tp_group is None:
             if not (dist.is_available() and dist.is_initialized()):
                 raise RuntimeError("tp_group=None is the world, but torch.distributed is not initialized")
             tp_group = dist.group.WORLD
-        checks.with_width("weight", weight)
+        together.checked(check, tp_group, (_input, weight, target))
         place = _even(tp_group, weight.shape[0])
         return _scaled(_input, weight, target, temperature, ignore_index, return_entropy, None, **place)
 
@@ -233,15 +237,20 @@ class LigerVocabParallelCrossEntropy(nn.Module):
 
     def forward(self, vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
         """vocab_parallel_logits [S, B, V_local], target [S, B] of global ids -> fp32 [S, B]."""
-        checks.with_width("vocab_parallel_logits", vocab_parallel_logits)
+        smoothing, sums = self.label_smoothing, None
+
+        def check() -> None:
+            checks.with_width("vocab_parallel_logits", vocab_parallel_logits)
+            if smoothing and self.partition and rank_and_size(tp_group)[1] > 1:
+                raise NotImplementedError('label_smoothing_mode="partition" is not supported over ranks; use "global"')
+
+        tensors = (vocab_parallel_logits, target)
+        together.checked(check, tp_group, tensors, stated=lambda: (smoothing, self.megatron))
         width = vocab_parallel_logits.shape[-1]
         place = _even(tp_group, width)
         out = vocab_parallel_logp(vocab_parallel_logits, target, ignore_index=self.ignore_index, **place)
-        smoothing, sums = self.label_smoothing, None
         if smoothing:
             shard = losses.shard_of(vocab_parallel_logits, width, **place)
-            if self.partition and shard.size != shard.padded_vocab_size:
-                raise NotImplementedError('label_smoothing_mode="partition" is not supported over ranks; use "global"')
             sums = losses.column_sums_of_logits(vocab_parallel_logits, shard)
             smoothing = _effective(smoothing, self.megatron, shard)
         return losses.token_losses(
@@ -273,10 +282,6 @@ def _scaled(
     selected: Tensor | None,
     **place: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise TypeError(f"temperature must be a real number, got {temperature!r}")
-    if not isinstance(return_entropy, bool):
-        raise TypeError(f"return_entropy must be a bool, got {return_entropy!r}")
     out = linear_logp(
         hidden, weight, target, temperature=temperature, ignore_index=ignore_index, return_lse=True,
         return_entropy=return_entropy, **place,
@@ -301,6 +306,14 @@ def _scaled(
 def _even(tp_group: Any, width: int) -> dict[str, Any]:
     """Shards of one size, as Liger's are; the size tells one vocabulary of a group from another."""
     return {"tp_group": tp_group, "global_vocab_size": width * rank_and_size(tp_group)[1]}
+
+
+def _check_scaled(weight: Any, temperature: Any, return_entropy: Any) -> None:
+    checks.with_width("weight", weight)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature must be a real number, got {temperature!r}")
+    if not isinstance(return_entropy, bool):
+        raise TypeError(f"return_entropy must be a bool, got {return_entropy!r}")
 
 
 def _check_ids(ids: Tensor, weight: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from vocabshard import checks
+from vocabshard import checks, together
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.functional import linear_logp, vocab_parallel_logp
 from vocabshard.integrations import losses
@@ -64,30 +64,38 @@ def vocab_parallel_cross_entropy(
 
     Collectives: one all-gather of 32 bytes a row (Megatron: three all-reduces); with smoothing an all-reduce of 4 more.
     """
-    losses.check("none", label_smoothing)
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing!r}")
-    if label_smoothing and options.get("temperature") is not None:
-        raise NotImplementedError("label_smoothing with temperature is not supported; divide the logits first")
-    for name in _REFUSED:
-        if options.get(name):
-            raise NotImplementedError(f"{name} is not part of a loss; call vocab_parallel_logp for it")
-    checks.with_width("vocab_parallel_logits", vocab_parallel_logits)
     group = tensor_model_parallel_group() if tp_group is None else tp_group
-    shard, sums, smoothing = None, None, 0.0
+
+    def check() -> None:
+        losses.check("none", label_smoothing)
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing!r}")
+        if label_smoothing and options.get("temperature") is not None:
+            raise NotImplementedError("label_smoothing with temperature is not supported; divide the logits first")
+        for name in _REFUSED:
+            if options.get(name):
+                raise NotImplementedError(f"{name} is not part of a loss; call vocab_parallel_logp for it")
+        together.known("vocab_parallel_cross_entropy", vocab_parallel_logp, options)
+        checks.with_width("vocab_parallel_logits", vocab_parallel_logits)
+
+    together.checked(
+        check, group, (vocab_parallel_logits, target), validate=options.get("validate"),
+        backend=options.get("backend", "auto"), stated=lambda: label_smoothing,
+    )  # fmt: skip
+    width = vocab_parallel_logits.shape[-1]
+    place = {
+        "tp_group": group,
+        "global_vocab_size": width * rank_and_size(group)[1],
+        "real_vocab_size": real_vocab_size,
+    }
+    # first, as its ranks agree on the rows that the sums are of
+    out = vocab_parallel_logp(vocab_parallel_logits, target, ignore_index=ignore_index, **place, **options)
+    sums, smoothing = None, 0.0
     if label_smoothing:
-        width = vocab_parallel_logits.shape[-1]
-        shard = losses.shard_of(
-            vocab_parallel_logits, width, tp_group=group, global_vocab_size=width * rank_and_size(group)[1],
-            real_vocab_size=real_vocab_size,
-        )  # fmt: skip
-        sums = losses.column_sums_of_logits(vocab_parallel_logits, shard)
+        sums = losses.column_sums_of_logits(
+            vocab_parallel_logits, losses.shard_of(vocab_parallel_logits, width, **place)
+        )
         smoothing = losses.over_the_others(label_smoothing, sums.columns)
-        of_shard: dict[str, Any] = {"shard": shard}
-    else:
-        of_shard = {"tp_group": group, "real_vocab_size": real_vocab_size}
-        of_shard["global_vocab_size"] = vocab_parallel_logits.shape[-1] * rank_and_size(group)[1]
-    out = vocab_parallel_logp(vocab_parallel_logits, target, ignore_index=ignore_index, **of_shard, **options)
     return losses.token_losses(
         out.logp, target, ignore_index=ignore_index, lse=out.lse, label_smoothing=smoothing, sums=sums
     )
@@ -129,19 +137,23 @@ def linear_cross_entropy(
     Returns: fp32. Collectives: those of `linear_logp`; the gradient of hidden is complete on every rank (its rows,
     with sequence_parallel): copy_to_tensor_model_parallel_region or a gather before the call would sum it again.
     """
-    losses.check(reduction, 0.0)
-    checks.with_width("weight", weight)
-    for name in _REFUSED:
-        if options.get(name):
-            raise NotImplementedError(f"{name} is not part of a loss; call linear_logp for it")
-    if gradient_accumulation_fusion and weight.requires_grad:
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            raise ValueError(
-                "gradient_accumulation_fusion needs weight.main_grad, which Megatron's DistributedDataParallel makes; "
-                "pass False without it"
-            )
-        options["grad_options"] = _with_main_grad(options.get("grad_options"), main_grad)
+
+    def check() -> None:
+        losses.check(reduction, 0.0)
+        if labels is None:
+            raise ValueError("labels must be given for a loss")
+        checks.with_width("weight", weight)
+        for name in _REFUSED:
+            if options.get(name):
+                raise NotImplementedError(f"{name} is not part of a loss; call linear_logp for it")
+        together.known("linear_cross_entropy", linear_logp, options)
+        if gradient_accumulation_fusion and weight.requires_grad:
+            options["grad_options"] = _with_main_grad(options.get("grad_options"), getattr(weight, "main_grad", None))
+
+    together.checked(
+        check, tp_group, (hidden, weight, labels), validate=options.get("validate"),
+        backend=options.get("backend", "auto"), stated=lambda: (reduction, sequence_parallel),
+    )  # fmt: skip
     logp = linear_logp(
         hidden, weight, labels, bias, tp_group=tp_group, global_vocab_size=weight.shape[0] * rank_and_size(tp_group)[1],
         ignore_index=ignore_index, sequence_parallel=sequence_parallel, **options,
@@ -150,8 +162,15 @@ def linear_cross_entropy(
     return losses.reduce(-logp, labels, reduction, ignore_index)
 
 
-def _with_main_grad(given: GradOptions | None, main_grad: Tensor) -> GradOptions:
+def _with_main_grad(given: GradOptions | None, main_grad: Tensor | None) -> GradOptions:
+    if main_grad is None:
+        raise ValueError(
+            "gradient_accumulation_fusion needs weight.main_grad, which Megatron's DistributedDataParallel makes; "
+            "pass False without it"
+        )
     given = GradOptions() if given is None else given
+    if not isinstance(given, GradOptions):
+        raise TypeError(f"grad_options must be a GradOptions, got {type(given).__name__}")
     return GradOptions(given.save_logits_budget, given.reduce, given.wire_dtype, main_grad)
 
 
@@ -264,10 +283,10 @@ def _loss(
     layer: Any, state: _Output, pending: _Pending, labels: Tensor | None, reduction: str, ignore_index: int
 ) -> Tensor:
     """labels [B, S] -> [B, S], or a scalar."""
-    if labels is None:
-        raise ValueError("labels must be given for a loss")
+    # what is no [B, S] is refused there, on all ranks
+    rows: Any = labels.transpose(0, 1).contiguous() if isinstance(labels, Tensor) and labels.dim() == 2 else labels
     found = linear_cross_entropy(
-        pending.hidden, pending.weight, labels.transpose(0, 1).contiguous(), layer.tp_group, reduction, ignore_index,
+        pending.hidden, pending.weight, rows, layer.tp_group, reduction, ignore_index,
         layer.sequence_parallel, bias=None if layer.skip_bias_add else layer.bias,
         gradient_accumulation_fusion=layer.gradient_accumulation_fusion, **state.options,
     )  # fmt: skip

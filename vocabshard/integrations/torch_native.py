@@ -5,6 +5,7 @@ docs/integrations/torch_native.md has the tables of arguments.
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from vocabshard import checks
+from vocabshard import checks, together
 from vocabshard.functional import linear_logp
 from vocabshard.integrations import losses
 from vocabshard.options import LogpOutput
@@ -53,21 +54,33 @@ def linear_cross_entropy(
         of_linear_logp: tp_group, real_vocab_size, shard, temperature, softcap, grad_options, ... of `linear_logp`.
 
     Returns: fp32, [...] or a scalar. The same on every rank.
-    Collectives: those of `linear_logp`; with label_smoothing an all-reduce of [D + 2] fp32 more.
+    Collectives: those of `linear_logp`; with label_smoothing an all-reduce of [D + 2] fp32 more; where the call
+    validates, an agreement of some words more, so that what one rank refuses raises on all.
     Determinism: rows of reduction="none" without smoothing are -logp, with its bytes; sums are torch's.
     Raises: as `linear_logp`; NotImplementedError naming an argument that is not supported.
     """
-    losses.check(reduction, label_smoothing, z_loss)
-    _refuse(input, target, label_smoothing, options, of_linear_logp)
+
+    def check() -> None:
+        losses.check(reduction, label_smoothing, z_loss)
+        together.known("linear_cross_entropy", linear_logp, of_linear_logp)
+        _refuse(input, target, label_smoothing, options, of_linear_logp)
+        checks.with_width("linear_weight", linear_weight)
+
+    given = (of_linear_logp.get("tp_group"), of_linear_logp.get("shard"), linear_weight)
+    agreed = functools.partial(
+        together.checked, group=together.group_of(*given), tensors=(input, linear_weight, target),
+        validate=of_linear_logp.get("validate"), backend=of_linear_logp.get("backend", "auto"),
+    )  # fmt: skip
+    agreed(check, stated=lambda: (reduction, label_smoothing, z_loss, weight is None))
     ignored = -100 if ignore_index is None else ignore_index
     shard = None
     if label_smoothing or weight is not None:
-        checks.with_width("linear_weight", linear_weight)
         width = linear_weight.shape[0]
         stated = {name: of_linear_logp.pop(name) for name in _OF_THE_SHARD if name in of_linear_logp}
         shard = of_linear_logp["shard"] = losses.shard_of(linear_weight, width, **stated)
         if weight is not None:
-            losses.check_class_weight("weight", weight, shard.real_vocab_size, "V_real")
+            classes = shard.real_vocab_size
+            agreed(lambda: losses.check_class_weight("weight", weight, classes, "V_real"))
     out = linear_logp(
         input, linear_weight, target, linear_bias, ignore_index=ignored, return_lse=True, **of_linear_logp
     )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vocabshard import together
 from vocabshard.dist.gather import rank_and_size
 from vocabshard.functional import linear_logp
 from vocabshard.integrations import losses
@@ -51,16 +52,25 @@ def linear_cross_entropy(
         options: real_vocab_size, softcap, grad_options, backend, strict, ... of `linear_logp`.
 
     Returns: log-probs fp32 [N], flat, or a scalar; entropy fp32 [N] in nats. Both differentiable.
-    Collectives: those of `linear_logp`. Raises: as it, on the CPU for labels outside the vocabulary too.
+    Collectives: those of `linear_logp`, and where the call validates one agreement more, so that what one rank refuses
+    raises on all. Raises: as it, on the CPU for labels outside the vocabulary too.
     """
-    losses.check(reduction, 0.0)
-    if grad_hidden not in ("parts", "whole"):
-        raise ValueError(f'grad_hidden must be "parts" or "whole", got {grad_hidden!r}')
-    for name in ("return_lse", "return_entropy", "return_logits", "topk", "tp_group"):
-        if name in options:
-            raise NotImplementedError(f"{name} is not an option of verl's linear_cross_entropy; call linear_logp")
+
+    def check() -> None:
+        losses.check(reduction, 0.0)
+        if grad_hidden not in ("parts", "whole"):
+            raise ValueError(f'grad_hidden must be "parts" or "whole", got {grad_hidden!r}')
+        for name in ("return_lse", "return_entropy", "return_logits", "topk", "tp_group"):
+            if name in options:
+                raise NotImplementedError(f"{name} is not an option of verl's linear_cross_entropy; call linear_logp")
+        together.known("linear_cross_entropy", linear_logp, options)
+
+    together.checked(
+        check, dist_process_group, (hidden, weight, labels), validate=options.get("validate"),
+        backend=options.get("backend", "auto"), stated=lambda: (reduction, grad_hidden),
+    )  # fmt: skip
     size = rank_and_size(dist_process_group)[1]
-    if grad_hidden == "parts" and size > 1:
+    if grad_hidden == "parts" and size > 1 and isinstance(hidden, Tensor):
         hidden = _ShareOfGradient.apply(hidden, size)
     if isinstance(temperature, Tensor) and isinstance(labels, Tensor) and temperature.numel() == labels.numel():
         temperature = temperature.reshape(labels.shape)

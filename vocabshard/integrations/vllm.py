@@ -10,18 +10,20 @@ docs/integrations/vllm.md has the table of what is read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from vocabshard import checks, together
 from vocabshard.checks import MOST_BEST
 from vocabshard.functional import linear_logp
 from vocabshard.options import LogpOutput
 from vocabshard.sample import vocab_parallel_sample
 from vocabshard.sampling import GREEDY_BELOW, SamplingProgram
 
+T = TypeVar("T")
 MODES = ("raw_logprobs", "processed_logprobs")
 GREEDY = SamplingProgram.of(temperature=0.0)
 
@@ -67,6 +69,7 @@ class HeadSampler:
         tp_group: the tensor-parallel ProcessGroup (`get_tp_group().device_group`); None is this process alone.
         logprobs_mode: "raw_logprobs": under the head as it is; "processed_logprobs": under temperature and truncation.
         seed: of the noise of requests without a seed of their own. The same on every rank.
+        validate: True: each call's ranks first agree that none refuses it, so that all raise. It synchronises.
         options: `backend`, `strict` of `linear_logp`.
 
     Collectives: those of `vocab_parallel_sample` for each set of rows with parameters of their own, and with raw
@@ -84,6 +87,7 @@ class HeadSampler:
         *,
         logprobs_mode: str = "raw_logprobs",
         seed: int = 0,
+        validate: bool = False,
         **options: Any,
     ) -> None:
         unknown = sorted(set(options) - {"backend", "strict"})
@@ -94,7 +98,7 @@ class HeadSampler:
         if not isinstance(getattr(lm_head, "weight", None), Tensor):
             raise NotImplementedError("lm_head has no weight tensor: a quantised head is not supported")
         self._lm_head, self._seed = lm_head, seed
-        self._mode, self._step = _mode(logprobs_mode), 0
+        self._mode, self._step, self._validate = _mode(logprobs_mode), 0, validate
         self.scale = float(getattr(logits_processor, "scale", 1.0))
         if not self.scale > 0:
             raise NotImplementedError(f"logits_processor.scale must be positive, got {self.scale}")
@@ -121,14 +125,22 @@ class HeadSampler:
         row_keys: int64 [N], what tells a row's noise from another's. By default the number of the call and of the row;
         a request with a generator takes a key from it, so that its tokens do not depend on the batch.
         """
-        mode = _mode(logprobs_mode_override) if logprobs_mode_override else self._mode
         of = sampling_metadata
-        _refuse(of)
-        count, wanted, ids = hidden_states.shape[0], of.max_num_logprobs, getattr(of, "logprob_token_ids", None)
-        if wanted is not None:
-            _few("max_num_logprobs", wanted)
-        if ids and mode != "raw_logprobs":
-            raise NotImplementedError('logprob_token_ids with "processed_logprobs" is not supported')
+        wanted, ids = of.max_num_logprobs, getattr(of, "logprob_token_ids", None)
+
+        def check() -> str:
+            mode = _mode(logprobs_mode_override) if logprobs_mode_override else self._mode
+            _refuse(of)
+            if wanted is not None:
+                _few("max_num_logprobs", wanted)
+            if ids and mode != "raw_logprobs":
+                raise NotImplementedError('logprob_token_ids with "processed_logprobs" is not supported')
+            if self._validate:
+                self._check_rows(hidden_states, embedding_bias, row_keys)
+            return mode
+
+        mode = self._agreed(check, hidden_states, lambda: (wanted, sorted((ids or {}).items())))
+        count = hidden_states.shape[0]
         keys = self._keys(count, of.generators, hidden_states.device) if row_keys is None else row_keys
         best = None if wanted is None else max(wanted, 1)
         processed = best if mode == "processed_logprobs" and not ids else None
@@ -147,9 +159,24 @@ class HeadSampler:
         self, hidden_states: Tensor, num_logprobs: int, token_ids: Tensor, embedding_bias: Tensor | None = None
     ) -> Any:
         """LogprobsTensors of given tokens [N] (of a prompt, say) under the head as it is, and of the n best."""
-        _few("num_logprobs", num_logprobs)
+
+        def check() -> None:
+            _few("num_logprobs", num_logprobs)
+            if self._validate:
+                checks.linear(hidden_states, self._lm_head.weight, token_ids, embedding_bias)
+
+        self._agreed(check, hidden_states, lambda: num_logprobs)
         scores = self._raw(hidden_states, embedding_bias, token_ids, max(num_logprobs, 1))
         return _tensors(token_ids, scores, num_logprobs)
+
+    def _check_rows(self, hidden: Any, bias: Any, row_keys: Any) -> None:
+        checks.tensor("hidden_states", hidden, checks.FLOAT_DTYPES)
+        ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        checks.linear(hidden, self._lm_head.weight, ids, bias)
+        checks.draw(self._seed, row_keys, hidden)
+
+    def _agreed(self, check: Callable[[], T], hidden: Any, stated: Callable[[], Any]) -> T:
+        return together.checked(check, self._head["tp_group"], (hidden,), validate=self._validate, stated=stated)
 
     def _keys(self, count: int, generators: Mapping[int, torch.Generator], device: torch.device) -> Tensor:
         keys = torch.arange(count, device=device) + (self._step << 32)
