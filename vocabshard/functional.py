@@ -79,8 +79,8 @@ def linear_logp(
         return_lse, return_entropy, return_logits: more parts, in a LogpOutput. Entropy in nats. Logits are fp32
             [..., V_local], before temperature, -inf in padding, not differentiable.
         sampling: the log-prob under this program's truncated, renormalised distribution (docs/operators/sampling.md);
-            lse and entropy too. A target that it leaves out has log-prob -inf and no gradient. Its temperature, if it
-            has one, stands for `temperature`.
+            lse and entropy too. A target that it leaves out has log-prob -inf, and its column no gradient. Its
+            temperature, if it has one, stands for `temperature`.
         cut: int64 [...], what the program kept, as a LogpOutput or vocab_parallel_sample gave it: the call is then one
             pass. Without it the cut is found first, from logits in blocks of at most 256 MiB; a LogpOutput has it.
         topk: n: the n best ids, their log-probs and the target's rank, from logits in such blocks; not differentiable.
