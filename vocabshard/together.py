@@ -39,7 +39,8 @@ def checked(
     """
     if hasattr(group, "get_group"):
         group = group.get_group()
-    if rank_and_size(group)[1] == 1 or torch.compiler.is_compiling() or not validates(validate, backend, tensors):
+    # a graph has the agreement of the call within it, and no room for another
+    if torch.compiler.is_compiling() or rank_and_size(group)[1] == 1 or not validates(validate, backend, tensors):
         return check()
     found, error, said = None, None, ""
     try:
