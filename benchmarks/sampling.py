@@ -1,4 +1,4 @@
-"""Decode with sampling, scoring under a program, and the best columns, against the plain product, on one GPU.
+"""Decode with sampling, scoring and training under a program, and the best columns, against plain calls, on one GPU.
 
     python benchmarks/sampling.py --rounds 20 --json out/sampling.json
 
@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import vocabshard as vs
+from vocabshard.options import SampleOutput
 from vocabshard.sampling import SamplingProgram
 from vocabshard.testing.timing import Times, medians, milliseconds, ratio
 
@@ -57,6 +59,29 @@ def table(title: str, times: Times, base: str, eager: dict[str, float]) -> list[
         host = f", eager {eager[name]:.3f} ms" if name in eager else ""
         print(f"  {name:28s} {ms:.3f} ms {line['ratio']:.3f}x{host}")
     return lines
+
+
+def training(
+    hidden: Tensor, weight: Tensor, drawn: SampleOutput, program: SamplingProgram
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of both operands, with and without a given cut."""
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    upstream = torch.randn(len(hidden), device="cuda")
+    under = {"sampling": program, "cut": drawn.cut}
+    kept = {"grad_options": vs.GradOptions(save_logits_budget="auto")}
+
+    def both(**options: Any) -> Callable[[], Any]:
+        def call() -> Any:
+            logp = vs.linear_logp(*leaves, drawn.token, **options)
+            return torch.autograd.grad(logp, leaves, upstream)
+
+        return call
+
+    temperature = {"temperature": program.temperature}
+    return {
+        "plain": both(), "temperature": both(**temperature), "cut given": both(**under), "plain, kept": both(**kept),
+        "cut given, kept": both(**under, **kept),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -103,6 +128,11 @@ def main() -> None:
     with torch.no_grad():
         found = milliseconds(calls, max(args.rounds // 3, 5), gpu=True)
     lines += table(f"scoring {n} x {d} x {v}, {program.transforms}", found, "plain", {})
+    calls = training(hidden, weight, drawn, program)
+    for call in calls.values():
+        call()
+    found = milliseconds(calls, args.rounds, gpu=True)
+    lines += table(f"forward and backward {n} x {d} x {v}, {program.transforms}", found, "plain", {})
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, "lines": lines}, indent=1) + "\n")
 
