@@ -209,6 +209,7 @@ class Sm90Forward:
         """Records, or with records == 0 the folded rows; what is kept of the first rows."""
 
 SAMPLING_COLUMNS: int
+SAMPLING_STREAM_BYTES: int
 SAMPLING_STEPS: int
 SAMPLING_BEST: int
 
@@ -239,8 +240,11 @@ def sm90_sampling_rows(
     place: int = 0,
     before: int = 0,
     maxima: int = 0,
+    uncut: int = 0,
+    workspace: int = 0,
 ) -> None:
-    """Cuts, tokens, truncated records, best columns and ranks, as far as there is memory for them."""
+    """Cuts, tokens, truncated records, best columns and ranks, as far as there is memory for them. With the
+    records of all columns and SAMPLING_STREAM_BYTES a row of workspace, by grids that stream rows, if they can."""
 
 TOPK_MOST: int
 

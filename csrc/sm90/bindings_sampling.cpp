@@ -5,6 +5,7 @@
 #include "sm90/bindings_device.h"
 #include "sm90/bindings_sm90.h"
 #include "sm90/sampling_launch.h"
+#include "sm90/sampling_stream.h"
 
 namespace vocabshard::sm90 {
 
@@ -24,7 +25,7 @@ void rows(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, in
           int64_t vocab_start, uintptr_t scales, float scale, bool whole, const py::list& steps, uintptr_t given_cut,
           uintptr_t cut, bool draw, int64_t seed, uintptr_t row_keys, uintptr_t drawn, uintptr_t target_ids,
           uintptr_t records, bool records_there, int32_t best_count, uintptr_t best, uintptr_t place, uintptr_t before,
-          uintptr_t maxima) {
+          uintptr_t maxima, uintptr_t uncut, uintptr_t workspace) {
   SamplingRows call = {};
   call.logits = pointer<float>(logits), call.row_stride = row_stride, call.rows = rows, call.valid = valid;
   call.vocab_start = vocab_start, call.scales = pointer<float>(scales), call.scale = scale;
@@ -52,7 +53,10 @@ void rows(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, in
   call.place = pointer<int64_t>(place), call.before = pointer<int64_t>(before);
   call.maxima = pointer<int64_t>(maxima);
   const OnDevice guard(device);
-  launch_sampling_rows(call, as_stream(stream));
+  if (workspace != 0 && streams_rows(call))
+    launch_sampling_stream({call, pointer<int64_t>(uncut), pointer<void>(workspace)}, as_stream(stream));
+  else
+    launch_sampling_rows(call, as_stream(stream));
 }
 
 void histogram(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, int64_t rows, int64_t valid,
@@ -78,16 +82,19 @@ void equal(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, i
 
 void register_sampling(py::module_& module) {
   module.attr("SAMPLING_COLUMNS") = sampling_rows_columns();
+  module.attr("SAMPLING_STREAM_BYTES") = sampling_stream_row_bytes();
   module.attr("SAMPLING_STEPS") = kMostSamplingSteps;
   module.attr("SAMPLING_BEST") = kMostBest;
-  module.def("sm90_sampling_rows", &rows, py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("logits"),
-             py::arg("row_stride"), py::arg("rows"), py::arg("valid"), py::arg("vocab_start"), py::arg("scales"),
-             py::arg("scale"), py::arg("whole") = false, py::arg("steps") = py::list(), py::arg("given_cut") = 0,
-             py::arg("cut") = 0, py::arg("draw") = false, py::arg("seed") = 0, py::arg("row_keys") = 0,
-             py::arg("drawn") = 0, py::arg("target_ids") = 0, py::arg("records") = 0, py::arg("records_there") = false,
-             py::arg("best_count") = 0, py::arg("best") = 0, py::arg("place") = 0, py::arg("before") = 0,
-             py::arg("maxima") = 0,
-             "Cuts, tokens, truncated records, best columns and ranks, as far as there is memory for them.");
+  module.def(
+      "sm90_sampling_rows", &rows, py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("logits"),
+      py::arg("row_stride"), py::arg("rows"), py::arg("valid"), py::arg("vocab_start"), py::arg("scales"),
+      py::arg("scale"), py::arg("whole") = false, py::arg("steps") = py::list(), py::arg("given_cut") = 0,
+      py::arg("cut") = 0, py::arg("draw") = false, py::arg("seed") = 0, py::arg("row_keys") = 0, py::arg("drawn") = 0,
+      py::arg("target_ids") = 0, py::arg("records") = 0, py::arg("records_there") = false, py::arg("best_count") = 0,
+      py::arg("best") = 0, py::arg("place") = 0, py::arg("before") = 0, py::arg("maxima") = 0, py::arg("uncut") = 0,
+      py::arg("workspace") = 0,
+      "Cuts, tokens, truncated records, best columns and ranks, as far as there is memory for them. With the "
+      "records of all columns and SAMPLING_STREAM_BYTES a row of workspace, by grids that stream rows, if they can.");
   module.def("sm90_sampling_histogram", &histogram, py::kw_only(), py::arg("device"), py::arg("stream"),
              py::arg("logits"), py::arg("row_stride"), py::arg("rows"), py::arg("valid"), py::arg("vocab_start"),
              py::arg("scales"), py::arg("scale"), py::arg("k_max"), py::arg("cut"), py::arg("prefix"), py::arg("level"),

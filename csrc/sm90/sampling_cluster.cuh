@@ -3,8 +3,7 @@
 
 #include <cooperative_groups.h>
 
-#include "sampling.h"
-#include "sm90/ptx.h"
+#include "sm90/sampling_words.cuh"
 
 namespace vocabshard::sm90::sampling {
 
@@ -13,11 +12,6 @@ namespace cg = cooperative_groups;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kMostCluster = 16;
 constexpr int kMostWords = 3;  // that are reduced together
-constexpr unsigned kAllLanes = ~0u;
-
-struct alignas(16) Bin {
-  uint32_t count, mass[3];  // a mass of 41 bits in three pieces
-};
 
 struct Totals {
   int64_t count, mass;
@@ -66,19 +60,6 @@ VS_DEVICE T* of_rank(T* mine, uint32_t rank) {
 
 VS_DEVICE void cluster_sync() { cg::this_cluster().sync(); }
 
-template <int K>
-struct Words {
-  int64_t x[K];
-};
-
-template <int K>
-VS_DEVICE Words<K> of_lane(const Words<K>& mine, int step) {
-  Words<K> other;
-#pragma unroll
-  for (int k = 0; k < K; ++k) other.x[k] = __shfl_xor_sync(kAllLanes, mine.x[k], step);
-  return other;
-}
-
 // `mine` of all threads of the cluster in one, known to all. op(a, b) is of integers and has no order.
 template <int K, class Op>
 VS_DEVICE Words<K> over_cluster(Slice& slice, Words<K> mine, const Words<K>& identity, const Op& op) {
@@ -106,27 +87,6 @@ VS_DEVICE Words<K> over_cluster(Slice& slice, Words<K> mine, const Words<K>& ide
   for (int step = 16; step > 0; step /= 2) mine = op(mine, of_lane(mine, step));
   return mine;
 }
-
-struct Larger {
-  VS_DEVICE Words<1> operator()(Words<1> a, Words<1> b) const { return a.x[0] > b.x[0] ? a : b; }
-};
-struct Smaller {
-  template <int K>
-  VS_DEVICE Words<K> operator()(Words<K> a, Words<K> b) const {  // the first word counts, then the next
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (a.x[k] != b.x[k]) return a.x[k] < b.x[k] ? a : b;
-    return a;
-  }
-};
-struct Sum {
-  template <int K>
-  VS_DEVICE Words<K> operator()(Words<K> a, Words<K> b) const {
-#pragma unroll
-    for (int k = 0; k < K; ++k) a.x[k] += b.x[k];
-    return a;
-  }
-};
 
 // This CTA's part of `row`, from column `first` on, into shared memory; by the copy engine where its address allows.
 VS_DEVICE void load_slice(Slice& slice, float* to, const float* from) {

@@ -6,6 +6,7 @@
 #include "sm90/check.h"
 #include "sm90/launch.h"
 #include "sm90/logits_share.cuh"
+#include "sm90/sampling_clock.cuh"
 #include "sm90/sampling_launch.h"
 #include "sm90/sampling_select.cuh"
 
@@ -33,25 +34,6 @@ struct Keep {
   VS_DEVICE bool any(const float4& v) const { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)) >= logit; }
   VS_DEVICE bool operator()(float z, int32_t column) const { return z > logit || (z == logit && column <= tie); }
 };
-
-struct Drawn {
-  int64_t arrival;
-  int64_t id;  // -1: none
-  int32_t order;
-};
-
-VS_DEVICE uint32_t word_of(const Philox& words, int64_t i) {
-  return i == 0 ? words.word[0] : i == 1 ? words.word[1] : i == 2 ? words.word[2] : words.word[3];
-}
-
-VS_DEVICE uint32_t column_word(int64_t id, uint32_t tag, int64_t seed, int64_t row) {
-  return word_of(column_words(id >> 2, tag, seed, row), id & 3);
-}
-
-// E of a column. Rarely wanted: out of line.
-__device__ __noinline__ float clock_at(uint32_t x, int64_t id, int64_t seed, int64_t row) {
-  return clock_of(x, x < kSecondBelow ? column_word(id, 1, seed, row) : 0);
-}
 
 // The kept column whose clock goes off first; the row's best column, `top`, is one of them.
 //
@@ -170,8 +152,6 @@ VS_DEVICE void list_best(Slice& slice, const SamplingRows& p, int64_t n, float y
     p.best[n * p.best_count + larger] = list[i];
   }
 }
-
-VS_DEVICE bool in_range(float y_max) { return y_max > -kLogitLimit && y_max <= kLogitLimit; }
 
 __device__ __noinline__ int64_t find_cut(Slice& slice, const SamplingRows& p, int64_t cut, float scale, int64_t top) {
   const float z_max = logit_of(static_cast<int32_t>(top >> 32));

@@ -9,7 +9,6 @@ namespace vocabshard::sm90::sampling {
 constexpr int kCoarse = 128, kReplicas = 8;  // by y, so that columns do not crowd in few bins
 constexpr float kCoarsePerY = 8.0f;
 constexpr int kFineBits = 8;
-constexpr int kPieceBits = 14;  // 2^18 pieces fit into 32 bits
 static_assert(kCoarse * kReplicas <= kEntries && (1 << kFineBits) <= kBins && kCoarse <= kBins);
 
 struct Selection {
@@ -20,19 +19,6 @@ struct Selection {
   float scale, y_max;
   bool by_y;  // y can be trusted
 };
-
-// sampling.h's mass_of, without fp64: for e^y = p * 2^k in units of 2^(k_max - 40).
-VS_DEVICE int64_t mass_fast(float y, int32_t k_max) {
-  const Exp exp = exp_split(clamp_logit(y));
-  const int32_t n = exp.k - k_max, e = n + kMassBits;
-  if (is_neg_inf(y) || n < -kMassSpan || n > 0) return 0;
-  const uint32_t b = bits(exp.p);
-  if (e <= 22) return bits(add(from_bits(b + (static_cast<uint32_t>(e) << 23)), 0x1p+23f)) - 0x4b000000u;
-  const uint32_t m = (b & 0x7fffffu) | 0x800000u;
-  const int32_t shift = e + static_cast<int32_t>(b >> 23) - 150;
-  if (shift >= 0) return static_cast<int64_t>(m) << shift;
-  return (m >> 1) + (m & (m >> 1) & 1);  // half a unit: to even
-}
 
 VS_DEVICE int32_t coarse_bin(float z, const Selection& s) {
   const float depth = mul(add(s.y_max, -mul(z, s.scale)), kCoarsePerY);  // not decreasing as z falls
@@ -57,27 +43,6 @@ VS_DEVICE void key_range(Shared& s, const Selection& selection, int32_t best, in
     s.range[upper] = low;
   }
   __syncthreads();
-}
-
-VS_DEVICE void add_to(Bin& bin, uint32_t count, bool by_mass, int64_t mass) {
-  atomicAdd(&bin.count, count);
-  if (!by_mass) return;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const uint32_t piece = static_cast<uint32_t>(mass >> (kPieceBits * i)) & ((1u << kPieceBits) - 1);
-    if (piece != 0) atomicAdd(&bin.mass[i], piece);
-  }
-}
-
-VS_DEVICE int64_t whole_mass(const Bin& bin) {
-  return static_cast<int64_t>(bin.mass[0]) + (static_cast<int64_t>(bin.mass[1]) << kPieceBits) +
-         (static_cast<int64_t>(bin.mass[2]) << (2 * kPieceBits));
-}
-
-// ceil(P total / 2^30), exactly.
-VS_DEVICE int64_t share_of(int64_t P, int64_t total) {
-  const int64_t high = total >> 30, low = total & ((int64_t{1} << 30) - 1);
-  return P * high + ((P * low + ((int64_t{1} << 30) - 1)) >> 30);
 }
 
 // The bin in which what is wanted is reached, among the sums of the cluster's bins. `share`: P / 2^30 of the total.

@@ -1,7 +1,8 @@
 """Sampling on NVIDIA Hopper over a block of fp32 logits: what kernels/sampling_torch.py has, with its bytes, in CUDA.
 
 A cluster of thread blocks keeps a whole row in shared memory, so that a program's cut, a token, the truncated record
-and the best columns take one read of the logits and one launch. Where the row goes on at other ranks, histograms are
+and the best columns take one read of the logits and one launch. For the usual programs (a top_p, or a top_k of few
+before anything else) two or three grids stream the rows instead. Where the row goes on at other ranks, histograms are
 made by a kernel of their own, to be added over the group. Everything is enqueued on the caller's stream, without a
 synchronisation. logits [N, V_local] fp32 have column stride 1; V_local is at most 819,200 columns.
 """
@@ -22,6 +23,7 @@ from vocabshard.sampling import RADIX, Step
 
 Scale = float | Tensor | None
 I64 = torch.int64
+STREAM_BYTES = 64 << 20  # that candidates for the last kept columns may take, at most
 
 
 def _block(logits: Tensor, problem: LocalProblem, scale: Scale) -> dict[str, Any]:
@@ -80,10 +82,13 @@ def sampling_rows(
     there = given_cut is None and not steps
     cut, records = _new(logits, n), uncut if there else new_records(n, False, logits.device)
     drawn = None if row_keys is None else _new(logits, 3, n)
+    workspace = None
+    if steps and given_cut is None and n * _C.SAMPLING_STREAM_BYTES <= STREAM_BYTES:
+        workspace = torch.empty(n * _C.SAMPLING_STREAM_BYTES, dtype=torch.uint8, device=logits.device)
     _rows(
         logits, problem, scale, whole=True, steps=[tuple(step) for step in steps], given_cut=given_cut, cut=cut,
         records=records, records_there=there, draw=row_keys is not None, seed=seed, row_keys=row_keys, drawn=drawn,
-        target_ids=target_ids if row_keys is None else None,
+        target_ids=target_ids if row_keys is None else None, uncut=uncut, workspace=workspace,
     )  # fmt: skip
     tokens = target_ids if drawn is None else drawn[1]
     assert tokens is not None

@@ -1,0 +1,170 @@
+// The last place, best first, at which a count or a mass is reached, by one CTA: among listed candidates, or, where
+// these turn out not to be enough, all columns of a row.
+#pragma once
+
+#include "sm90/sampling_stream.cuh"
+
+namespace vocabshard::sm90::sampling {
+
+constexpr int kCrossingThreads = kCollectThreads, kCrossingWarps = kCrossingThreads / 32;
+constexpr int kCrossingBits = 10, kCrossingBins = 1 << kCrossingBits;
+constexpr int kFewPlaces = 128;  // that are compared with each other
+static_assert(kCrossingBins == 2 * kCrossingThreads);
+
+struct CrossingShared {
+  Bin bins[kCrossingBins];
+  int64_t few[kFewPlaces], few_mass[kFewPlaces];
+  int64_t words[kCrossingWarps][kLimbs];
+  int64_t above, answer;
+  int32_t bin;
+  uint32_t count, few_count;
+  int32_t lowest, highest;  // order
+  bool last;
+};
+
+struct Listed {
+  const int64_t* places;
+  int32_t count;
+
+  template <class Take>
+  VS_DEVICE void each(const Take& take) const {
+    for (int32_t i = threadIdx.x; i < count; i += kCrossingThreads) take(places[i]);
+  }
+};
+
+struct WholeRow {
+  Columns columns;
+
+  template <class Take>
+  VS_DEVICE void each(const Take& take) const {
+    for (int32_t at = 4 * threadIdx.x; at < columns.valid; at += 4 * kCrossingThreads) {
+      const float4 v = columns.four(at);
+      const float z[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (at + j < columns.valid) take(place_of(z[j], columns.vocab_start + at + j));
+    }
+  }
+};
+
+struct Weigh {
+  bool by_mass;
+  float scale;
+  int32_t k_max;
+
+  VS_DEVICE int64_t operator()(int64_t place) const {
+    return by_mass ? mass_fast(mul(logit_of(static_cast<int32_t>(place >> 32)), scale), k_max) : 1;
+  }
+};
+
+// Whether `wanted` is reached among the places in [low, high]; `found`: the place at which it is.
+template <class Source>
+__device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, const Weigh& weigh, int64_t wanted,
+                                      int64_t low, int64_t high, int64_t& found) {
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (wanted < 1) return false;
+  while (true) {
+    const uint64_t width = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
+    const int shift = max(0, 64 - kCrossingBits - __clzll(static_cast<int64_t>(width)));
+    for (int i = threadIdx.x; i < kCrossingBins; i += kCrossingThreads)
+      *reinterpret_cast<uint4*>(&s.bins[i]) = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) s.bin = -1, s.few_count = 0;
+    __syncthreads();
+    source.each([&](int64_t place) {
+      if (place < low || place > high) return;
+      const uint64_t depth = static_cast<uint64_t>(high) - static_cast<uint64_t>(place);
+      add_to(s.bins[depth >> shift], 1, weigh.by_mass, weigh.by_mass ? weigh(place) : 0);
+    });
+    __syncthreads();
+    const Bin &first = s.bins[2 * threadIdx.x], &second = s.bins[2 * threadIdx.x + 1];
+    const int64_t a = weigh.by_mass ? whole_mass(first) : first.count;
+    const int64_t b = weigh.by_mass ? whole_mass(second) : second.count;
+    int64_t up_to = a + b;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t other = __shfl_up_sync(kAllLanes, up_to, step);
+      if (lane >= step) up_to += other;
+    }
+    if (lane == 31) s.words[warp][0] = up_to;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kCrossingWarps; ++w) up_to += w < warp ? s.words[w][0] : 0;
+    const int64_t before = up_to - a - b;
+    if (before < wanted && wanted <= up_to) {
+      const bool in_first = wanted <= before + a;
+      s.bin = 2 * threadIdx.x + !in_first;
+      s.above = in_first ? before : before + a;
+      s.count = in_first ? first.count : second.count;
+    }
+    __syncthreads();
+    if (s.bin < 0) return false;
+    wanted -= s.above;
+    high -= static_cast<int64_t>(static_cast<uint64_t>(s.bin) << shift);
+    if (static_cast<uint64_t>(high) - static_cast<uint64_t>(low) >> shift != 0)
+      low = high - static_cast<int64_t>((uint64_t{1} << shift) - 1);
+    if (s.count <= kFewPlaces) break;
+    __syncthreads();
+  }
+  source.each([&](int64_t place) {
+    if (place < low || place > high) return;
+    const uint32_t i = atomicAdd(&s.few_count, 1u);
+    s.few[i] = place;
+    s.few_mass[i] = weigh(place);
+  });
+  __syncthreads();
+  const auto count = static_cast<int32_t>(s.few_count);
+  if (threadIdx.x < count) {
+    const int64_t mine = s.few[threadIdx.x];
+    int64_t above = 0;
+    for (int32_t i = 0; i < count; ++i) above += s.few[i] > mine ? s.few_mass[i] : 0;
+    if (above < wanted && wanted <= above + s.few_mass[threadIdx.x]) s.answer = mine;
+  }
+  __syncthreads();
+  found = s.answer;
+  return true;
+}
+
+// The cut at a place: equals behind it are left out if `split`.
+template <class Source>
+VS_DEVICE int64_t cut_at(const Source& source, int64_t place, bool split) {
+  bool behind = false;
+  if (split) source.each([&](int64_t other) { behind |= other >> 32 == place >> 32 && other < place; });
+  return __syncthreads_or(behind) ? place : place & ~int64_t{0xffffffff};
+}
+
+// The row's cut, of a source that holds all columns the steps may keep, between two orders. False: it does not.
+template <class Source>
+__device__ __noinline__ bool find_cut(const Source& source, CrossingShared& s, const SamplingRows& p, float scale,
+                                      float y_max, int32_t k_max, int32_t lowest, int32_t highest, int64_t& cut) {
+  cut = kKeepAll;
+  for (int k = 0; k < p.steps; ++k) {
+    const SamplingStep& step = p.step[k];
+    const int64_t high = static_cast<int64_t>(highest) * (int64_t{1} << 32) + 0xffffffff;
+    const int64_t low = static_cast<int64_t>(lowest) * (int64_t{1} << 32);
+    int64_t next;
+    if (step.kind == kMinP) {
+      const float threshold = static_cast<float>(add(static_cast<double>(y_max), step.ln));
+      Words<1> order = {{INT32_MAX}};
+      source.each([&](int64_t place) {
+        const auto other = static_cast<int32_t>(place >> 32);
+        if (mul(logit_of(other), scale) >= threshold) order.x[0] = min(order.x[0], static_cast<int64_t>(other));
+      });
+      next = over_block<kCrossingWarps>(s.words, order, Smaller()).x[0] * (int64_t{1} << 32);
+    } else {
+      const bool by_mass = step.kind == kTopP;
+      const Weigh weigh = {by_mass, scale, k_max};
+      int64_t wanted = min(step.number, p.valid);
+      if (by_mass) {
+        Words<1> total = {{0}};
+        source.each([&](int64_t place) { total.x[0] += place >= cut ? weigh(place) : 0; });
+        wanted = share_of(step.number, over_block<kCrossingWarps>(s.words, total, Sum()).x[0]);
+      }
+      if (!crossing(source, s, weigh, wanted, by_mass ? max(low, cut) : low, high, next)) return false;
+      next = cut_at(source, next, by_mass);
+    }
+    cut = max(cut, next);
+  }
+  return true;
+}
+
+}  // namespace vocabshard::sm90::sampling

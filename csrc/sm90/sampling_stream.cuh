@@ -1,0 +1,121 @@
+// What the grids of sampling_stream.h know of a row, and how they read it.
+#pragma once
+
+#include "sm90/logits_share.cuh"
+#include "sm90/sampling_clock.cuh"
+#include "sm90/sampling_stream.h"
+
+namespace vocabshard::sm90::sampling {
+
+constexpr int kCollectThreads = 512, kRaceThreads = 256;
+constexpr int kListed = 8192;          // candidates of a row
+constexpr int kMostParts = 96;         // CTAs of a row, of either grid
+constexpr float kPassShare = 0.8713f;  // of ln 2, with a quarter to spare
+
+// Of one row, from grid to grid.
+struct alignas(128) Head {
+  float y_max, low, high;  // candidates lie in [low, high] by y; what is above is kept if the crossing is among them
+  int32_t k_max;
+  bool usable, raced;  // raced: all is done
+  uint32_t listed, collected, finished;
+  unsigned long long total, above;  // masses
+  int64_t cut;
+  int64_t arrival, who;  // of a good column of a sample: a bound
+  float factor;          // a column comes before it only where x / 2^32 <= factor e^(y - y_max)
+};
+static_assert(sizeof(Head) == 128);
+
+// What one CTA's columns come to.
+struct alignas(16) PartOfRow {
+  int64_t arrival, who, c[kLimbs], pad;
+};
+
+struct Workspace {
+  Head* heads;          // [rows]
+  PartOfRow* parts;     // [rows, kMostParts]
+  int64_t* candidates;  // [rows, kListed]: bits of z, and the column below
+
+  __host__ __device__ Workspace(void* memory, int64_t rows)
+      : heads(static_cast<Head*>(memory)),
+        parts(reinterpret_cast<PartOfRow*>(heads + rows)),
+        candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)) {}
+};
+constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed;
+static_assert(kRowBytes % 128 == 0);
+
+// Columns of one row.
+struct Columns {
+  const float* row;  // aligned to 16
+  int32_t valid;
+  int64_t vocab_start;
+
+  VS_DEVICE Columns(const SamplingRows& p, int64_t n)
+      : row(p.logits + n * p.row_stride), valid(static_cast<int32_t>(p.valid)), vocab_start(p.vocab_start) {}
+
+  // Four of them; what is past the row's end is -inf.
+  VS_DEVICE float4 four(int32_t column) const {
+    if (column + 4 <= valid) return *reinterpret_cast<const float4*>(row + column);
+    float4 v = make_float4(neg_inf(), neg_inf(), neg_inf(), neg_inf());
+    if (column < valid) v.x = row[column];
+    if (column + 1 < valid) v.y = row[column + 1];
+    if (column + 2 < valid) v.z = row[column + 2];
+    return v;
+  }
+};
+
+VS_DEVICE float scale_of(const SamplingRows& p, int64_t n) { return p.scales ? p.scales[n] : p.scale; }
+
+VS_DEVICE float largest(const float4& v) { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)); }
+
+// `mine` of all threads of the CTA in one, known to all. s: a word of K for every warp, free again behind a barrier.
+template <int kWarps, int K, class Op>
+VS_DEVICE Words<K> over_block(int64_t (*s)[kLimbs], Words<K> mine, const Op& op) {
+  static_assert(K <= kLimbs && (kWarps & (kWarps - 1)) == 0);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) mine = op(mine, of_lane(mine, step));
+  const uint32_t lane = threadIdx.x % 32;
+  __syncthreads();  // the last one's words are read
+  if (lane == 0)
+    for (int k = 0; k < K; ++k) s[threadIdx.x / 32][k] = mine.x[k];
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < K; ++k) mine.x[k] = s[lane % kWarps][k];
+#pragma unroll
+  for (int step = kWarps / 2; step > 0; step /= 2) mine = op(mine, of_lane(mine, step));
+  return mine;
+}
+
+constexpr int64_t kNobody = INT64_MAX;
+VS_DEVICE int64_t who_is(int64_t id, float z) { return (id << 32) + static_cast<uint32_t>(order_of(z)); }
+
+// A row's results, by one thread.
+VS_DEVICE void put_row(const SamplingStream& call, int64_t n, bool usable, int64_t cut, const Words<2>& first,
+                       float y_max, const int64_t* sums) {
+  const SamplingRows& p = call.rows;
+  p.cut[n] = cut;
+  int64_t id = -1;
+  if (p.draw) {
+    const bool some = first.x[0] != kNoArrival;
+    id = some ? first.x[1] >> 32 : -1;
+    p.drawn[n] = first.x[0];
+    p.drawn[p.rows + n] = id;
+    p.drawn[2 * p.rows + n] = some ? static_cast<int32_t>(static_cast<uint32_t>(first.x[1])) : order_of(neg_inf());
+  }
+  Partial partial = partial_identity();
+  if (usable) {
+    partial.y_max = y_max;
+    for (int k = 0; k < kLimbs; ++k) partial.c[k] = sums[k];
+  } else {
+    partial = record_load<false>(call.uncut + n, p.rows);
+    partial.y_target = quiet_nan();
+  }
+  const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - p.vocab_start;
+  if (local >= 0 && local < p.valid && target >= 0) {
+    const float x = p.logits[n * p.row_stride + local];
+    partial.y_target = is_cut(x, target, cut_logit(cut), cut_tie(cut)) ? neg_inf() : mul(x, scale_of(p, n));
+  }
+  partial_finish(partial);
+  record_store<false>(p.records + n, p.rows, partial);
+}
+
+}  // namespace vocabshard::sm90::sampling

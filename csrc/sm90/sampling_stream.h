@@ -1,0 +1,23 @@
+// Cut, token and truncated record of whole rows of which little is kept or the maximum is known: three grids over all
+// multiprocessors, one behind the other (docs/operators/sampling.md). The bytes are those of launch_sampling_rows.
+#pragma once
+
+#include "sm90/sampling_launch.h"
+
+namespace vocabshard::sm90 {
+
+constexpr int64_t kStreamedColumns = 1 << 18;  // a row may have: masses of so many fit into 32 bits a piece
+constexpr int64_t kStreamedK = 256;            // of a top_k
+
+struct SamplingStream {
+  SamplingRows rows;     // whole ones; cut, records, and drawn where it draws, are there
+  const int64_t* uncut;  // [4, rows]: records of all columns, of any target
+  void* workspace;       // sampling_stream_row_bytes() for each row, aligned to 128
+};
+
+// Whether these rows can be taken: columns that vectors can read, one top_p, or a top_k before any top_p, and min_p.
+bool streams_rows(const SamplingRows& call);
+int64_t sampling_stream_row_bytes();
+void launch_sampling_stream(const SamplingStream& call, cudaStream_t stream);
+
+}  // namespace vocabshard::sm90
