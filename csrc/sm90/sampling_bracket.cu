@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t n = blockIdx.x;
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
-  if (threadIdx.x < 2) crossing[threadIdx.x] = kBins - 1;
+  if (threadIdx.x < 2) crossing[threadIdx.x] = threadIdx.x == 0 ? kBins - 1 : 0;
   __syncthreads();
   ptx::grid_wait();
   ptx::grid_launch_next();
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const auto each = static_cast<float>(stride);
   const float rest = by_mass ? total_of(uncut, k_max) * wanted : 0.0f;  // may be left out
-  int32_t shallow = kBins - 1, deep = kBins - 1;
+  int32_t shallow = 0, deep = kBins - 1;
 #pragma unroll
   for (int i = 0; i < kBinsOfThread; ++i) {
     const int32_t u = kBinsOfThread * threadIdx.x + i, bin = by_mass ? kBins - 1 - u : u;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float error = kSigmas * each * sqrtf(before.squares * (1.0f - 1.0f / each));
       const float unseen = stride > 1 ? kUnseen * each * weight_at(depth_of(bin)) : 0.0f;
       if (deeper * (1.0f + kBias) + error + unseen <= rest) deep = min(deep, bin);
-      if (deeper * (1.0f - kBias) - error <= rest) shallow = min(shallow, bin);
+      if (deeper * (1.0f - kBias) - error > rest) shallow = max(shallow, bin + 1);  // too much is deeper
       before.mass += count * w;
       before.squares += count * w * w;
     } else {
@@ -140,14 +140,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   deep = __reduce_min_sync(kAllLanes, deep);
-  shallow = __reduce_min_sync(kAllLanes, shallow);
+  shallow = __reduce_max_sync(kAllLanes, shallow);
   if (lane == 0) {
     atomicMin(&crossing[0], deep);
-    atomicMin(&crossing[1], shallow);
+    atomicMax(&crossing[1], shallow);
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    deep = crossing[0], shallow = by_mass ? crossing[1] : 0;
+    deep = crossing[0], shallow = crossing[1];
     const float depth = depth_of(deep + 1), slack = (fabsf(y_max) + depth) * 0x1p-21f;
     head.y_max = y_max;
     head.low = deep == kBins - 1 ? neg_inf() : y_max - depth - slack;
