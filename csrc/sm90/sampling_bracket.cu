@@ -2,6 +2,8 @@
 //
 // Nothing here decides: the next grid sees whether the crossing is among the candidates, and takes a slower way where
 // it is not. So estimates are fp32 and need no order.
+#include <cfloat>
+
 #include "sm90/sampling_grids.h"
 #include "sm90/sampling_stream.cuh"
 
@@ -150,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     deep = crossing[0], shallow = crossing[1];
     const float depth = depth_of(deep + 1), slack = (fabsf(y_max) + depth) * 0x1p-21f;
     head.y_max = y_max;
-    head.low = deep == kBins - 1 ? neg_inf() : y_max - depth - slack;
+    head.low = deep == kBins - 1 ? -FLT_MAX : y_max - depth - slack;  // -inf is no candidate
     head.high = shallow == 0 ? -neg_inf() : y_max - depth_of(shallow) + slack;
     head.k_max = k_max;
     head.usable = true;

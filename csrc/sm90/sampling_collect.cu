@@ -24,11 +24,15 @@ struct Mass {
   int32_t low;
 };
 
-VS_DEVICE void append(uint32_t count_at, int64_t* list, float z, int32_t column) {
-  uint32_t i;
-  asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(i) : "r"(count_at) : "memory");
-  if (i < kListed)
-    list[i] = static_cast<int64_t>((static_cast<uint64_t>(bits(z)) << 32) | static_cast<uint32_t>(column));
+// Bit 4 i + j of `which`: the j-th column of a thread's i-th piece is a candidate.
+VS_DEVICE void append(uint32_t& count, int64_t* list, const Columns& columns, int32_t base, uint32_t which) {
+  uint32_t to = atomicAdd(&count, static_cast<uint32_t>(__popc(which)));
+  for (; which != 0; which &= which - 1, ++to) {
+    const int32_t bit = __ffs(static_cast<int>(which)) - 1, column = base + 4 * kThreads * (bit / 4) + bit % 4;
+    if (to < kListed)
+      list[to] = static_cast<int64_t>((static_cast<uint64_t>(bits(columns.row[column])) << 32) |
+                                      static_cast<uint32_t>(column));
+  }
 }
 
 // Of a place among the candidates: its term's tile, if no kept column of it has a lower id.
@@ -154,7 +158,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   const float scale = scale_of(p, n), low = head.low, high = head.high;
   const int32_t k_max = head.k_max;
   const int32_t begin = part * part_columns, end = min(columns.valid, begin + part_columns);
-  const uint32_t count_at = ptx::shared_address(&s.count);
 
   int64_t total = 0, above = 0;
   const int32_t R = k_max - kMassBits;
@@ -165,37 +168,38 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int32_t base = batch + 4 * static_cast<int32_t>(threadIdx.x); base < batch_end;
          base += 4 * kPieces * kThreads) {
       float4 v[kPieces];
+      if (base - 4 * static_cast<int32_t>(threadIdx.x) + 4 * kPieces * kThreads <= end) {
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int32_t at = base + 4 * kThreads * i;
-        v[i] = at < end ? columns.four(at) : make_float4(neg_inf(), neg_inf(), neg_inf(), neg_inf());
+        for (int i = 0; i < kPieces; ++i)
+          v[i] = *reinterpret_cast<const float4*>(columns.row + base + 4 * kThreads * i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const int32_t at = base + 4 * kThreads * i;
+          v[i] = columns.four(at < end ? at : columns.valid);
+        }
       }
+      uint32_t which = 0;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        const int32_t at = base + 4 * kThreads * i;
         const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-        if constexpr (kMass) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float y = mul(z[j], scale), e = logits::scaled_exp(fmaxf(y, lowest), magic);
+        for (int j = 0; j < 4; ++j) {
+          const float y = mul(z[j], scale);
+          which |= y >= low && y <= high ? 1u << (4 * i + j) : 0;
+          if constexpr (kMass) {
+            const float e = logits::scaled_exp(fmaxf(y, lowest), magic);
             const float t = add(e, kHigh), u = add(add(e, -add(t, -kHigh)), kMagic);
             const uint32_t m_high = bits(t) - bits(kHigh);
             const int32_t m_low = static_cast<int32_t>(bits(u)) - kMagicBits;
             all.high += m_high;
             all.low += m_low;
-            if (y > high) {
-              better.high += m_high;
-              better.low += m_low;
-            } else if (y >= low && at + j < end) {
-              append(count_at, list, z[j], at + j);
-            }
+            better.high += y > high ? m_high : 0;
+            better.low += y > high ? m_low : 0;
           }
-        } else if (mul(largest(v[i]), scale) >= low) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            if (mul(z[j], scale) >= low && at + j < end) append(count_at, list, z[j], at + j);
         }
       }
+      if (which != 0) append(s.count, list, columns, base, which);
     }
     total += (static_cast<int64_t>(all.high) << kHighBits) + all.low;
     above += (static_cast<int64_t>(better.high) << kHighBits) + better.low;
