@@ -67,9 +67,20 @@ struct Philox {
   uint32_t word[4];
 };
 
+// The whole product of two words.
+VS_HD uint64_t wide(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return static_cast<uint64_t>(a) * b;
+#endif
+}
+
 VS_HD Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
   for (int i = 0; i < kPhiloxRounds; ++i) {
-    const uint64_t a = static_cast<uint64_t>(kPhiloxM0) * c0, b = static_cast<uint64_t>(kPhiloxM1) * c2;
+    const uint64_t a = wide(kPhiloxM0, c0), b = wide(kPhiloxM1, c2);
     c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
     c1 = static_cast<uint32_t>(b);
     c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;

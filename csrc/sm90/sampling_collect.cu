@@ -48,7 +48,7 @@ VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, int64_t cu
     const float z[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const bool kept = place_of(z[j], columns.vocab_start + tile + i + j) >= cut;
+      const bool kept = place_of(z[j], columns.vocab_start + tile + i + j) >= cut && !is_neg_inf(z[j]);
       first &= !kept || tile + i + j >= column;
       e[i + j] = term(z[j], kept);
     }
@@ -121,8 +121,8 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, int64_t n, i
       const int64_t place = list[i];
       if (place < cut) continue;
       add_tile_of(columns, term, cut, place, race);
+      if (!p.draw) continue;
       const float z = logit_of(static_cast<int32_t>(place >> 32));
-      if (!p.draw || is_neg_inf(z)) continue;
       const int64_t id = kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)), row_key = p.row_keys[n];
       const float clock = clock_at(column_word(id, 0, p.seed, row_key), id, p.seed, row_key);
       const Words<2> other = {{arrival_of(clock, clamp_logit(mul(z, scale))), who_is(id, z)}};

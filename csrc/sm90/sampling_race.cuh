@@ -1,24 +1,25 @@
 // The token and the truncated sum of a row's columns under a cut that is known.
 #pragma once
 
+#include <cfloat>
+
 #include "sm90/sampling_stream.cuh"
 
 namespace vocabshard::sm90::sampling {
 
 // Terms of a row whose largest y this is: see logits_share.cuh.
 struct Terms {
-  float magic, lowest, scale;
+  float magic, lowest, lowest_kept, scale;
 
   VS_DEVICE Terms(float y_max, float scale) : scale(scale) {
     const int32_t R = 32 * limb_top(exp_k(clamp_logit(y_max))) - logits::kOffset;
     magic = static_cast<float>(12582912 - R);
     lowest = mul(static_cast<float>(R + logits::kLowest), logits::kLn2f);
+    lowest_kept = fmaxf(lowest, -kLogitLimit);  // finite logits below -2^20 count as -2^20
   }
+  // A kept z is finite.
   VS_DEVICE float operator()(float z, bool kept) const {
-    float y = kept ? mul(z, scale) : neg_inf();
-    // where the maximum itself is about -2^20, finite logits below that count as -2^20
-    if (lowest < -kLogitLimit) y = is_neg_inf(y) ? y : clamp_logit(y);
-    return logits::scaled_exp(fmaxf(y, lowest), magic);
+    return logits::scaled_exp(kept ? fmaxf(mul(z, scale), lowest_kept) : lowest, magic);
   }
 };
 
@@ -28,6 +29,14 @@ struct Race {
 
   VS_DEVICE Race() : first({{kNoArrival, kNobody}}) { sum.clear(); }
 };
+
+// Equals of the cut past the `last` of a piece.
+VS_DEVICE void leave_out(float4& v, float cut_z, int32_t last) {
+  v.x = v.x == cut_z && 0 > last ? neg_inf() : v.x;
+  v.y = v.y == cut_z && 1 > last ? neg_inf() : v.y;
+  v.z = v.z == cut_z && 2 > last ? neg_inf() : v.z;
+  v.w = v.w == cut_z && 3 > last ? neg_inf() : v.w;
+}
 
 struct Look {
   int64_t arrival;
@@ -50,7 +59,7 @@ VS_DEVICE void race_over(const SamplingStream& call, int64_t n, const Columns& c
   const SamplingRows& p = call.rows;
   const float scale = scale_of(p, n), y_max = head.y_max;
   const Terms term(y_max, scale);
-  const float cut_z = cut_logit(cut);
+  const float cut_z = fmaxf(cut_logit(cut), -FLT_MAX);  // -inf has no term and does not race
   const int32_t tie = static_cast<int32_t>(
       min(max(cut_tie(cut) - columns.vocab_start, int64_t{-1}), static_cast<int64_t>(columns.valid)));
   const bool split = tie < columns.valid;
@@ -66,8 +75,17 @@ VS_DEVICE void race_over(const SamplingStream& call, int64_t n, const Columns& c
   const int32_t lane = threadIdx.x % 32;
   for (int32_t base = begin + 512 * static_cast<int32_t>(threadIdx.x / 32); base < end; base += 512 * warps) {
     float4 v[4];
+    if (base + 512 <= columns.valid) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = columns.four(base + 128 * j + 4 * lane);
+      for (int j = 0; j < 4; ++j) v[j] = *reinterpret_cast<const float4*>(columns.row + base + 128 * j + 4 * lane);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = columns.four(base + 128 * j + 4 * lane);
+    }
+    if (split) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) leave_out(v[j], cut_z, tie - (base + 128 * j + 4 * lane));
+    }
     const float most = fmaxf(fmaxf(largest(v[0]), largest(v[1])), fmaxf(largest(v[2]), largest(v[3])));
     if (!__any_sync(kAllLanes, most >= cut_z)) continue;
     float s[4];
@@ -77,11 +95,7 @@ VS_DEVICE void race_over(const SamplingStream& call, int64_t n, const Columns& c
       const int32_t at = base + 128 * j + 4 * lane;
       float e[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        bool kept = z[i] >= cut_z;
-        if (split) kept = kept && !(z[i] == cut_z && at + i > tie);
-        e[i] = term(z[i], kept);
-      }
+      for (int i = 0; i < 4; ++i) e[i] = term(z[i], z[i] >= cut_z);
       s[j] = add(add(e[0], e[1]), add(e[2], e[3]));
       if (kDraw && largest(v[j]) >= cut_z) {
         const Philox words = column_words((columns.vocab_start + at) >> 2, 0, p.seed, row_key);
@@ -98,7 +112,7 @@ VS_DEVICE void race_over(const SamplingStream& call, int64_t n, const Columns& c
             const float x = i == 0 ? z[0] : i == 1 ? z[1] : i == 2 ? z[2] : z[3];
             const float weight = i == 0 ? e[0] : i == 1 ? e[1] : i == 2 ? e[2] : e[3];
             const bool first = i == 0 ? early[0] : i == 1 ? early[1] : i == 2 ? early[2] : early[3];
-            if (!first || !(x >= cut_z) || is_neg_inf(x) || (x == cut_z && at + i > tie)) continue;
+            if (!first || !(x >= cut_z)) continue;
             const int64_t id = columns.vocab_start + at + i;
             const Look look = look_at(clamp_logit(mul(x, scale)), id, word_of(words, i), p.seed, row_key);
             race.first = Smaller()(race.first, Words<2>{{look.arrival, who_is(id, x)}});
