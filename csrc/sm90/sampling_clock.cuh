@@ -20,7 +20,7 @@ VS_DEVICE uint32_t column_word(int64_t id, uint32_t tag, int64_t seed, int64_t r
 }
 
 // E of a column. Rarely wanted: out of line.
-__device__ __noinline__ float clock_at(uint32_t x, int64_t id, int64_t seed, int64_t row) {
+static __device__ __noinline__ float clock_at(uint32_t x, int64_t id, int64_t seed, int64_t row) {
   return clock_of(x, x < kSecondBelow ? column_word(id, 1, seed, row) : 0);
 }
 

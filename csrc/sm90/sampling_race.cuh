@@ -44,7 +44,7 @@ struct Look {
 };
 
 // Rarely wanted: out of line.
-__device__ __noinline__ Look look_at(float y, int64_t id, uint32_t word, int64_t seed, int64_t row_key) {
+static __device__ __noinline__ Look look_at(float y, int64_t id, uint32_t word, int64_t seed, int64_t row_key) {
   const float clock = clock_at(word, id, seed, row_key);
   return {arrival_of(clock, y), clock};
 }
