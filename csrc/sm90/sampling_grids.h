@@ -6,7 +6,7 @@
 
 namespace vocabshard::sm90::sampling {
 
-// How CTAs share a row: so many columns each, a multiple of `granule`, in at most `slots` of all rows at once.
+// How CTAs share a row: so many columns each, a multiple of `granule`. `slots`: CTAs that run at once.
 struct Parts {
   int32_t columns, count;
 };

@@ -60,14 +60,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 void launch_race(const SamplingStream& call, cudaStream_t stream) {
   const SamplingRows& p = call.rows;
-  const Parts parts = parts_of(p.rows, p.valid, 16 * kThreads, kBlocks * multiprocessor_count());
+  const Parts parts = parts_of(p.rows, p.valid, 512, kBlocks * multiprocessor_count());
   launch_grid(p.draw ? race_kernel<true> : race_kernel<false>, p.rows * parts.count, kThreads, 0, stream, call,
               parts.columns, parts.count);
 }
 
 Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots) {
   const int64_t granules = (valid + granule - 1) / granule;
-  const int64_t most = std::min<int64_t>({kMostParts, granules, std::max<int64_t>(1, slots / rows)});
+  // at once, or in many small waves
+  const int64_t wished = slots >= 3 * rows ? slots / rows : (6 * slots + rows - 1) / rows;
+  const int64_t most = std::min<int64_t>({kMostParts, granules, wished});
   const int64_t each = (granules + most - 1) / most;
   return {static_cast<int32_t>(each * granule), static_cast<int32_t>((granules + each - 1) / each)};
 }
