@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32, kBins = 8192, kBinsOfThread = kBins / kThreads;
 constexpr int kBinShift = 14;                    // bins of depth d = y_max - y, by the bits of d + 1: 512 an octave
-constexpr int kPieces = 4;                       // float4s that a thread loads at once
+constexpr int kPieces = 5;                       // float4s that a thread loads at once
 constexpr float kSigmas = 4.0f, kBias = 0.008f;  // of an estimated mass; half a bin's width, at most
 constexpr float kUnseen = 10.0f;                 // times the stride: as many columns the sample does not miss
 
