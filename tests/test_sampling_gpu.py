@@ -50,6 +50,8 @@ def logits_of(columns: int, kind: str, stride: int = 0) -> Tensor:
         x[torch.rand(N, columns, generator=g, device="cuda") < 0.4] = float("-inf")
     if kind == "shift":
         x += 1e4
+    if kind == "sorted":
+        x.copy_(x.sort(1).values)
     if kind == "peaked":
         x[:, columns // 3] += 30
     if kind == "hard":
@@ -122,6 +124,33 @@ def test_the_bytes_of_torch_operations(kernels, columns: int, kind: str, stride:
         assert_same_bytes(ours.best(z, problem, n), reference.best(z, problem, n), f"best {n}")
     place = reference.best(z, problem, min(5, problem.valid))[:, -1].contiguous()
     assert_same_bytes(ours.before(z, problem, place), reference.before(z, problem, place), "before")
+
+
+@pytest.mark.parametrize("rows, columns, kind", [
+    (1, 151936, "plain"), (20, 151936, "plain"), (20, 151936, "ties"), (9, 50260, "hard"), (33, 8004, "shift"),
+    (5, 40000, "sorted"), (5, 100, "mask"),
+])  # fmt: skip
+def test_streamed_rows_are_those_of_a_cluster(kernels, monkeypatch, rows: int, columns: int, kind: str) -> None:
+    """Several grids over all multiprocessors against one cluster a row, where candidates are few, many, and all."""
+    from vocabshard.kernels import cuda_logits, sm90_sampling
+
+    z = logits_of(columns, kind)
+    z = z.repeat(-(-rows // N), 1)[:rows] + 0.0
+    problem = replace(PROBLEM, valid=columns - 1)
+    target = torch.randint(0, problem.valid, (rows,), device="cuda")
+    keys = torch.arange(rows, device="cuda")
+    scale = torch.linspace(0.5, 2, rows, device="cuda")
+    room = sm90_sampling.STREAM_BYTES
+    for program in [*PROGRAMS, SamplingProgram((("top_k", 100), ("top_p", 0.9), ("top_p", 0.8), ("min_p", 0.05)))]:
+        uncut = cuda_logits.logits_forward(z, target, scale, problem)
+        got = []
+        for given in (room, 0):
+            monkeypatch.setattr(sm90_sampling, "STREAM_BYTES", given)
+            drawn = kernels[1].rows(z, problem, scale, program.steps, None, target, uncut.clone(), SEED, keys)
+            scored = kernels[1].rows(z, problem, scale, program.steps, None, target, uncut.clone())
+            got.append([*drawn, *scored])
+        for ours, theirs in zip(*got, strict=True):
+            assert_same_bytes(ours, theirs, f"{program.transforms}")
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     head.high = shallow == 0 ? -neg_inf() : y_max - depth_of(shallow) + slack;
     head.k_max = k_max;
     head.usable = true;
-    head.raced = false;
     // where logits are clamped, masses need more care than the next grid takes
     head.listed = y_max < -kLogitLimit + 256.0f ? kListed + 1 : 0;
     head.collected = head.finished = 0;

@@ -16,7 +16,7 @@ constexpr float kPassShare = 0.8713f;  // of ln 2, with a quarter to spare
 struct alignas(128) Head {
   float y_max, low, high;  // candidates lie in [low, high] by y; what is above is kept if the crossing is among them
   int32_t k_max;
-  bool usable, raced;  // raced: all is done
+  bool usable;
   uint32_t listed, collected, finished;
   unsigned long long total, above;  // masses
   int64_t cut;
