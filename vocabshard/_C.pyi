@@ -165,6 +165,11 @@ class KeptRows:
         self, codes: int, codes_row: int, references: int, references_group: int, rows: int, groups: int
     ) -> None: ...
 
+class DrawRows:
+    """What tokens are drawn with; row_keys 0: 0, 1, 2, ..."""
+
+    def __init__(self, seed: int, row_keys: int) -> None: ...
+
 class Sm90Forward:
     """A forward of `hidden` and `weight` on CUDA device `device`, to be planned and launched there."""
 
@@ -184,6 +189,9 @@ class Sm90Forward:
         entropy: bool,
         path: int,
     ) -> None: ...
+    def draw(self, draw: DrawRows, vocab_start: int, tokens: int, cut: int) -> bool:
+        """Before the plan: tokens are to be drawn. Whether this forward can; records are then [6, rows]."""
+
     def plan(self) -> tuple[int, int, int, int]:
         """Path, bytes of workspace, rows a launch, vocabulary splits."""
 
@@ -207,6 +215,11 @@ class Sm90Forward:
         kept: KeptRows = ...,
     ) -> None:
         """Records, or with records == 0 the folded rows; what is kept of the first rows."""
+
+def sm90_fold_drawn(
+    device: int, records: int, ranks: int, rows: int, fold: FoldRows, tokens: int, cut: int, stream: int
+) -> None:
+    """Folds [ranks, 6, rows] records with winners: tokens and their log-probs."""
 
 SAMPLING_COLUMNS: int
 SAMPLING_STREAM_BYTES: int

@@ -134,18 +134,24 @@ def linear_logp(
         apart |= {"sampling": sampling, "cut": cut, "topk": topk}
         return _outside_the_graph(hidden, weight, target_ids, bias, **apart, **options)
     key = None
-    plain = sampling is None and cut is None and topk is None and weight is not None
-    if plain and tp_group is None and grad_options is None and contract is None and not (validate or strict):
+    if (
+        weight is not None
+        and tp_group is None
+        and grad_options is None
+        and contract is None
+        and not (validate or strict)
+    ):
         per_row = isinstance(temperature, Tensor)
         key = key_of(
-            (hidden, weight, target_ids, bias),
+            (hidden, weight, target_ids, bias, cut),
             (vocab_start_index, global_vocab_size, real_vocab_size, None if per_row else temperature, per_row, softcap,
-             ignore_index, invalid, validate, return_entropy, return_logits, sequence_parallel, backend),
+             ignore_index, invalid, validate, return_entropy, return_logits, sequence_parallel, backend, sampling,
+             topk),
             shard,
         )  # fmt: skip
         if key is not None and checks.autocasting(weight.device.type):
             key = None
-    plan, looks_at_logits = recall(key, target_ids), False
+    plan = recall(key, target_ids)
     if plan is None:
         request = Request(
             tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap, ignore_index,
@@ -163,7 +169,7 @@ def linear_logp(
             checks.linear(hidden, weight, target_ids, bias, group_size(request) if sequence_parallel else 1)
             checks.grad_options(request.grad, weight)
 
-        plan, looks_at_logits = make_plan(request, operands, check), request.looks_at_logits
+        plan = make_plan(request, operands, check)
         remember(key, plan)
     elif isinstance(temperature, Tensor):
         inv_temperature = checks.temperature_reciprocal(temperature, target_ids, validate=False)
@@ -175,7 +181,7 @@ def linear_logp(
     )
     best: Best | None = None
     lse: Tensor | None
-    if looks_at_logits:
+    if topk is not None or (sampling is not None and cut is None and sampling.truncates):
         with torch.no_grad():
             found = pass_over(plan.call, operands_of_rows)
         operands_of_rows, best = operands_of_rows._replace(cut=found.cut), found.best

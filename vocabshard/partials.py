@@ -30,6 +30,14 @@ class FoldedRows(NamedTuple):
     maximum: Tensor  # fp32, the largest y
 
 
+class Scores(NamedTuple):
+    """Those of them that a call without a backward returns."""
+
+    logp: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+
+
 def record_words(entropy: bool) -> int:
     """R, the number of words of a record."""
     return RECORD_WORDS_ENTROPY if entropy else RECORD_WORDS

@@ -277,7 +277,7 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
         cut = "given" if request.cut_given else "found"
     looked = functions(call.kernel).ran if request.looks_at_logits else ""
     kept = call.differentiable and request.grad != GradOptions()
-    by_looks = not (validate or kept or request.contract is not None or request.strict or request.looks_at_logits)
+    by_looks = not (validate or kept or request.contract is not None or request.strict)
     return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes, _outputs(request), cut, looked, by_looks)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vocabshard import checks
 from vocabshard.plan import Plan
+from vocabshard.sampling import SamplingProgram
 from vocabshard.shard import VocabShard
 
 _MOST = 256
@@ -35,7 +36,7 @@ def key_of(
 ) -> Key | None:
     """What the plan of a call over these tensors depends on, or None where it depends on more.
 
-    options: numbers, texts and None; their types count, so that True is not 1.
+    options: numbers, texts, programs and None; their types count, so that True is not 1.
     """
     looks: list[Hashable] = []
     for tensor in tensors:
@@ -57,16 +58,18 @@ def key_of(
     return Key((*looks, torch.is_grad_enabled(), options, kinds), plans, shard)
 
 
-_KINDS = frozenset((type(None), bool, int, float, str))
+_KINDS = frozenset((type(None), bool, int, float, str, SamplingProgram))
 
 
-def recall(key: Key | None, target_ids: Tensor) -> Plan | None:
-    """The plan of a call that was remembered, for these targets."""
+def recall(key: Key | None, target_ids: Tensor | None) -> Plan | None:
+    """The plan of a call that was remembered, for these targets; None where tokens are drawn: it then has none."""
     known = None if key is None else key.plans.get(key.of)
     if key is None or known is None:
         return None
     shard = known.shard if key.shard is None else key.shard
-    if target_ids.dtype != torch.int64 or target_ids.dim() != 1 or not target_ids.is_contiguous():
+    if target_ids is None:
+        target_ids = known.target_ids
+    elif target_ids.dtype != torch.int64 or target_ids.dim() != 1 or not target_ids.is_contiguous():
         target_ids = target_ids.reshape(-1).to(torch.int64).contiguous()
     return Plan(
         known.call, shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs,

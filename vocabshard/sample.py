@@ -14,14 +14,13 @@ from vocabshard.functional import localise
 from vocabshard.logprob_contract import LogprobContract
 from vocabshard.options import SampleOutput
 from vocabshard.passes import LinearOperands
-from vocabshard.plan import Operands, Request, make_plan
-from vocabshard.sampled import Draw, pass_over
+from vocabshard.plan import Operands, Plan, Request, make_plan
+from vocabshard.remembered import key_of, recall, remember
+from vocabshard.sampled import Draw, beside_the_forward, pass_over
 from vocabshard.sampling import KEEP_ALL, SamplingProgram
 from vocabshard.shard import VocabShard
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import all of Dynamo here: seconds for every process
-@torch.no_grad()
 def vocab_parallel_sample(
     hidden: Tensor,
     weight: Tensor,
@@ -72,38 +71,57 @@ def vocab_parallel_sample(
     Raises:
         ValueError, TypeError: bad shapes, dtypes, devices, values. ContractError: strict or contract not honoured.
     """
-    given_rows = isinstance(hidden, Tensor) and hidden.dim() > 0
-    target_ids = torch.zeros(
-        hidden.shape[:-1] if given_rows else (), dtype=torch.int64, device=hidden.device if given_rows else None
-    )
-    request = Request(
-        tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap,
-        validate=validate, entropy=return_entropy, backend=backend, strict=strict, contract=contract, sampling=program,
-        topk=topk, seed=seed,
-    )  # fmt: skip
-    given = {"hidden": hidden, "weight": weight}
-    request, hidden, weight, bias = localise(request, hidden, weight, bias)
-
-    def check() -> None:
-        if request.admits_only_the_contract:
-            strict_mode.check_cast(given, {"hidden": hidden, "weight": weight})
-        if program is None:
-            raise TypeError("program must be a SamplingProgram, got None")
-        checks.sampling(program, temperature, topk, None, target_ids)
-        checks.linear(hidden, weight, target_ids, bias)
-        checks.draw(seed, row_keys, hidden)
-
-    operands = Operands(hidden, weight, target_ids, bias, given["weight"], row_keys=row_keys)
-    plan = make_plan(request, operands, check)
-    rows = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
-    if row_keys is None:
-        keys = torch.arange(rows.shape[0], device=rows.device)
-    else:
-        keys = row_keys.reshape(-1).contiguous()
+    if torch.compiler.is_compiling():
+        options: dict[str, Any] = dict(
+            program=program, seed=seed, row_keys=row_keys, tp_group=tp_group, vocab_start_index=vocab_start_index,
+            global_vocab_size=global_vocab_size, real_vocab_size=real_vocab_size, shard=shard, temperature=temperature,
+            softcap=softcap, validate=validate, return_lse=return_lse, return_entropy=return_entropy, topk=topk,
+            backend=backend, strict=strict, contract=contract,
+        )  # fmt: skip
+        return _outside_the_graph(hidden, weight, bias, **options)
+    key = None
+    usual = weight is not None and tp_group is None and contract is None and not (validate or strict)
+    if usual and type(seed) is int and -(1 << 63) <= seed < 1 << 63 and type(program) is SamplingProgram:
+        per_row = isinstance(temperature, Tensor)
+        key = key_of(
+            (hidden, weight, bias, row_keys),
+            ("drawn", vocab_start_index, global_vocab_size, real_vocab_size, None if per_row else temperature, per_row,
+             softcap, validate, return_entropy, backend, program, topk),
+            shard,
+        )  # fmt: skip
+        if key is not None and checks.autocasting(weight.device.type):
+            key = None
+    plan = recall(key, None)
+    if plan is None:
+        request = Request(
+            tp_group, vocab_start_index, global_vocab_size, real_vocab_size, shard, temperature, softcap,
+            validate=validate, entropy=return_entropy, backend=backend, strict=strict, contract=contract,
+            sampling=program, topk=topk, seed=seed,
+        )  # fmt: skip
+        plan, hidden, weight, bias = _planned(request, hidden, weight, bias, row_keys)
+        remember(key, plan)
+    elif isinstance(temperature, Tensor):
+        of_rows = checks.temperature_reciprocal(temperature, hidden[..., 0], validate=False)
+        plan = plan._replace(inv_temperature=of_rows)
+    shape = hidden.shape[:-1]
+    rows = hidden if len(shape) == 1 else hidden.reshape(math.prod(shape), hidden.shape[-1])
+    if row_keys is not None and (len(shape) != 1 or not row_keys.is_contiguous()):
+        row_keys = row_keys.reshape(-1).contiguous()
     x = LinearOperands(rows, weight, bias, plan.target_ids, plan.inv_temperature)
-    found = pass_over(plan.call, x, Draw(seed, keys))
-    shape, best = target_ids.shape, found.best
-    cut = torch.full_like(keys, KEEP_ALL) if found.cut is None else found.cut
+    draw = Draw(seed, row_keys)
+    drawn = beside_the_forward(plan.call, x, draw, return_lse)
+    if drawn is not None:
+        told = plan.provenance(weight.device)
+        if len(shape) == 1:
+            return SampleOutput(drawn.tokens, drawn.logp, drawn.cut, drawn.lse, provenance=told)
+        lse = None if drawn.lse is None else drawn.lse.view(shape)
+        return SampleOutput(
+            drawn.tokens.view(shape), drawn.logp.view(shape), drawn.cut.view(shape), lse, provenance=told
+        )
+    with torch.no_grad():
+        found = pass_over(plan.call, x, draw)
+    best = found.best
+    cut = torch.full_like(found.tokens, KEEP_ALL) if found.cut is None else found.cut
     entropy = found.rows.entropy if return_entropy else None
     return SampleOutput(
         found.tokens.view(shape),
@@ -116,3 +134,34 @@ def vocab_parallel_sample(
         None if best is None else best.target_rank.view(shape),
         plan.provenance(weight.device),
     )
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import all of Dynamo here: seconds for every process
+def _outside_the_graph(*operands: Any, **options: Any) -> SampleOutput:
+    return vocab_parallel_sample(*operands, **options)
+
+
+@torch.no_grad()
+def _planned(
+    request: Request, hidden: Tensor, weight: Tensor, bias: Tensor | None, row_keys: Tensor | None
+) -> tuple[Plan, Tensor, Tensor, Tensor | None]:
+    """A plan, and the operands on this rank and as autocast has them."""
+    given_rows = isinstance(hidden, Tensor) and hidden.dim() > 0
+    target_ids = torch.zeros(
+        hidden.shape[:-1] if given_rows else (), dtype=torch.int64, device=hidden.device if given_rows else None
+    )
+    program, temperature = request.sampling, request.temperature
+    given = {"hidden": hidden, "weight": weight}
+    request, hidden, weight, bias = localise(request, hidden, weight, bias)
+
+    def check() -> None:
+        if request.admits_only_the_contract:
+            strict_mode.check_cast(given, {"hidden": hidden, "weight": weight})
+        if program is None:
+            raise TypeError("program must be a SamplingProgram, got None")
+        checks.sampling(program, temperature, request.topk, None, target_ids)
+        checks.linear(hidden, weight, target_ids, bias)
+        checks.draw(request.seed, row_keys, hidden)
+
+    operands = Operands(hidden, weight, target_ids, bias, given["weight"], row_keys=row_keys)
+    return make_plan(request, operands, check), hidden, weight, bias

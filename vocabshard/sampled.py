@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from vocabshard import cuts, kernels
+from vocabshard import sampling as S
 from vocabshard.best import Best, of_logits
 from vocabshard.cuts import Block, Over
-from vocabshard.dist.fold import fold
+from vocabshard.dist.fold import fold_scores
 from vocabshard.dist.gather import gather_rows, gather_tensors
 from vocabshard.kernels import sampling_torch, truncated
-from vocabshard.partials import FoldedRows
+from vocabshard.kernels.problem import DrawnRows
+from vocabshard.partials import Scores
 from vocabshard.passes import Call, LinearOperands
 
 _TEMPORARIES = 16  # that torch operations make of a block, of twice its size for the most part
@@ -29,13 +31,13 @@ class Draw(NamedTuple):
     """What a token is drawn with."""
 
     seed: int
-    row_keys: Tensor  # int64 [N]
+    row_keys: Tensor | None  # int64 [N], contiguous; None: 0, 1, 2, ...
 
 
 class Sampled(NamedTuple):
     """Of every row."""
 
-    rows: FoldedRows
+    rows: Scores
     cut: Tensor | None  # int64 [N]
     tokens: Tensor  # int64 [N]: drawn, or the targets as they were given
     best: Best | None
@@ -48,13 +50,52 @@ def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sample
     Collectives a block: a word a row for the maxima, what cuts.find_cut says, three words a row for a draw, the
     records, and for the best n words a row, a word and a sum of a word.
     """
+    if draw is not None:
+        keys = torch.arange(x.hidden.shape[0], device=x.hidden.device) if draw.row_keys is None else draw.row_keys
+        draw, x = draw._replace(row_keys=keys), x._replace(target_ids=keys)  # any targets: the tokens replace them
     if call.sequence_parallel:
         ((_, hidden),) = gather_rows(x.hidden, call.group, pieces=False)
         x = x._replace(hidden=hidden)
-    found = [_of_block(call, _rows_of(x, rows), _draw_of(draw, rows)) for rows in _row_blocks(call, x)]
-    if len(found) == 1:
-        return found[0]
-    return _joined(found)
+    blocks = _row_blocks(call, x)
+    if len(blocks) == 1:
+        return _of_block(call, x, draw)
+    return _joined([_of_block(call, _rows_of(x, rows), _draw_of(draw, rows)) for rows in blocks])
+
+
+def draws_beside(call: Call, rows: int) -> bool:
+    """Whether tokens are drawn beside the forward. By what the ranks have in common: their collectives depend on it."""
+    whole = call.topk is None and not call.problem.entropy and (call.sampling is None or not call.sampling.truncates)
+    return whole and rows <= getattr(call.kernel, "DRAWN_ROWS", 0)
+
+
+def beside_the_forward(call: Call, x: LinearOperands, draw: Draw, want_lse: bool) -> DrawnRows | None:
+    """A few rows that are drawn of all columns, without logits; None where it is not done so. One gather of six words
+    a row."""
+    if not draws_beside(call, x.hidden.shape[0]):
+        return None
+    operands = (x.hidden, x.weight, x.bias, x.inv_temperature, call.problem, *draw)
+    rule = (call.ignore_index, call.real_vocab_size, call.invalid, want_lse)
+    if call.group is None:
+        return call.kernel.draw_rows(*operands, *rule)
+    records = call.kernel.draw_records(*operands)
+    if records is None:  # this rank's operands: the others need not know
+        records = _records_of_draw(call, x, draw)
+    return call.kernel.fold_draws(gather_tensors(records, call.group), *rule)
+
+
+def _records_of_draw(call: Call, x: LinearOperands, draw: Draw) -> Tensor:
+    """What a kernel's draw_records has, from logits."""
+    n, device = x.hidden.shape[0], x.hidden.device
+    keys = torch.arange(n, device=device) if draw.row_keys is None else draw.row_keys
+    targets = torch.full((n,), -1, device=device)
+    operands = (x.hidden, x.weight, x.bias, targets, x.inv_temperature, call.problem)
+    own, logits = call.kernel.forward(*operands, want_logits=True)
+    cut = torch.full((n,), S.KEEP_ALL, device=device)
+    kernel = sampling_torch.functions(call.kernel)
+    arrival, ids, order = kernel.draw(logits, call.problem, x.inv_temperature, cut, draw.seed, keys)
+    y = sampling_torch.scaled(S.logit_of(order), x.inv_temperature)
+    at = (ids << 32) + (y.contiguous().view(torch.int32).to(torch.int64) & sampling_torch.WORD)
+    return torch.cat([own, arrival[None], torch.where(arrival == S.NO_ARRIVAL, S.NO_ARRIVAL, at)[None]])
 
 
 def _row_blocks(call: Call, x: LinearOperands) -> list[slice]:
@@ -71,13 +112,13 @@ def _rows_of(x: LinearOperands, rows: slice) -> LinearOperands:
 
 
 def _draw_of(draw: Draw | None, rows: slice) -> Draw | None:
-    return None if draw is None else draw._replace(row_keys=draw.row_keys[rows])
+    return None if draw is None or draw.row_keys is None else draw._replace(row_keys=draw.row_keys[rows])
 
 
 def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
     kernel = sampling_torch.functions(call.kernel)
     over = Over(call.group)
-    plain = replace(call.problem, entropy=False)
+    plain = replace(call.problem, entropy=False) if call.problem.entropy else call.problem
     uncut, logits = call.kernel.forward(*x[:5], plain, want_logits=True)
     blocks = [Block(logits, call.problem)]
     steps = () if call.sampling is None else call.sampling.steps
@@ -97,7 +138,8 @@ def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
         if cut is None:
             cut = cuts.find_cut(kernel, blocks, x.inv_temperature, steps, maxima, usable, over)
         if draw is not None:
-            tokens = cuts.draw(kernel, blocks, x.inv_temperature, cut, usable, *draw, over).ids
+            assert draw.row_keys is not None
+            tokens = cuts.draw(kernel, blocks, x.inv_temperature, cut, usable, draw.seed, draw.row_keys, over).ids
     if records is None and tokens is x.target_ids and cut is None and not call.problem.entropy:
         records = uncut
     if records is None:
@@ -105,9 +147,10 @@ def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
     gathered = gather_tensors(records, call.group)
     best = None
     if call.topk is None:
-        rows = fold(call.backend, gathered, tokens, call.ignore_index, call.real_vocab_size, call.invalid)
+        rows = fold_scores(call.backend, gathered, tokens, call.ignore_index, call.real_vocab_size, call.invalid)
     else:
-        rows, best = of_logits(call, kernel, blocks[0], gathered, tokens, x.inv_temperature, cut, over)
+        folded, best = of_logits(call, kernel, blocks[0], gathered, tokens, x.inv_temperature, cut, over)
+        rows = Scores(*folded[:3])
     return Sampled(rows, cut, tokens, best, logits if call.want_logits else None)
 
 
@@ -116,7 +159,7 @@ def _joined(found: list[Sampled]) -> Sampled:
         there = [part for part in parts if part is not None]
         return torch.cat(there) if there else None
 
-    rows = FoldedRows(*(whole(list(parts)) for parts in zip(*(one.rows for one in found), strict=True)))  # type: ignore[arg-type]
+    rows = Scores(*(whole(list(parts)) for parts in zip(*(one.rows for one in found), strict=True)))  # type: ignore[arg-type]
     bests = [one.best for one in found if one.best is not None]
     best = Best(*(torch.cat(parts) for parts in zip(*bests, strict=True))) if bests else None
     return Sampled(

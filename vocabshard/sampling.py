@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterable
@@ -104,12 +105,12 @@ class SamplingProgram:
         """Whether the best column is all that is left."""
         return self.temperature == 0.0
 
-    @property
+    @functools.cached_property
     def truncates(self) -> bool:
         """Whether there is a cut to be found."""
         return bool(self.steps)
 
-    @property
+    @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """The truncations. A temperature that is not the program's own stands in front of it."""
         if self.greedy:

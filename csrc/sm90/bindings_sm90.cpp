@@ -49,6 +49,8 @@ KeptRows kept_rows(uintptr_t codes, int64_t codes_row, uintptr_t references, int
   return {pointer<uint16_t>(codes), codes_row, pointer<float>(references), references_group, rows, groups};
 }
 
+DrawRows draw_rows(int64_t seed, uintptr_t row_keys) { return {true, seed, pointer<int64_t>(row_keys)}; }
+
 }  // namespace
 
 void register_sm90(py::module_& module) {
@@ -62,10 +64,23 @@ void register_sm90(py::module_& module) {
   py::class_<KeptRows>(module, "KeptRows", "Where a forward leaves codes and references of its first rows.")
       .def(py::init(&kept_rows), py::arg("codes"), py::arg("codes_row"), py::arg("references"),
            py::arg("references_group"), py::arg("rows"), py::arg("groups"));
+  py::class_<DrawRows>(module, "DrawRows", "What tokens are drawn with; row_keys 0: 0, 1, 2, ...")
+      .def(py::init(&draw_rows), py::arg("seed"), py::arg("row_keys"));
   py::class_<DeviceForward>(module, "Sm90Forward", "A forward of `hidden` and `weight`, to be planned and launched.")
       .def(py::init(&forward_call), py::arg("device"), py::arg("element"), py::arg("rows"), py::arg("depth"),
            py::arg("columns"), py::arg("hidden"), py::arg("hidden_row"), py::arg("hidden_column"), py::arg("weight"),
            py::arg("weight_row"), py::arg("weight_column"), py::arg("entropy"), py::arg("path"))
+      .def(
+          "draw",
+          [](DeviceForward& forward, const DrawRows& draw, int64_t vocab_start, uintptr_t tokens, uintptr_t cut) {
+            ForwardCall& call = forward.call;
+            call.draw = draw, call.vocab_start = vocab_start;
+            call.drawn = {pointer<int64_t>(tokens), pointer<int64_t>(cut)};
+            const OnDevice guard(forward.device);
+            return draws_beside(call, multiprocessor_count());
+          },
+          py::arg("draw"), py::arg("vocab_start"), py::arg("tokens"), py::arg("cut"),
+          "Before the plan: tokens are to be drawn. Whether this forward can; records are then [6, rows].")
       .def(
           "plan",
           [](const DeviceForward& forward) {
@@ -99,6 +114,18 @@ void register_sm90(py::module_& module) {
           "Records, or with records == 0 the folded rows; what is kept of the first rows.");
 
   register_topk(module);
+  module.def(
+      "sm90_fold_drawn",
+      [](int device, uintptr_t records, int64_t ranks, int64_t rows, const FoldRows& fold, uintptr_t tokens,
+         uintptr_t cut, uintptr_t stream) {
+        FoldCall call = {};
+        call.records = pointer<int64_t>(records), call.ranks = ranks, call.rows = rows, call.fold = fold;
+        const OnDevice guard(device);
+        launch_fold_drawn(call, {pointer<int64_t>(tokens), pointer<int64_t>(cut)}, as_stream(stream));
+      },
+      py::arg("device"), py::arg("records"), py::arg("ranks"), py::arg("rows"), py::arg("fold"), py::arg("tokens"),
+      py::arg("cut"), py::arg("stream"), "Folds [ranks, 6, rows] records with winners: tokens and their log-probs.");
+
   module.attr("SM90_PATHS") =
       py::dict(py::arg("auto") = int(kAuto), py::arg("rows128") = int(kRows128), py::arg("rows64") = int(kRows64),
                py::arg("mma") = int(kMma), py::arg("fma") = int(kFma));

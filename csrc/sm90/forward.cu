@@ -5,6 +5,7 @@
 
 #include "contract.h"
 #include "sm90/check.h"
+#include "sm90/draw.h"
 #include "sm90/forward_plain.h"
 #include "sm90/forward_wgmma.h"
 #include "sm90/launch.h"
@@ -49,7 +50,7 @@ RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   work.columns = static_cast<int32_t>(call.columns);
   work.valid = static_cast<int32_t>(call.valid);
   work.vocab_start = call.vocab_start;
-  work.target_ids = call.target_ids + first;
+  work.target_ids = from(call.target_ids, first);
   work.row_inv_temperature = from(call.row_inv_temperature, first);
   work.inv_temperature = call.inv_temperature;
   work.scaled = call.row_inv_temperature != nullptr || call.inv_temperature != 1.0f;  // true for NaN
@@ -77,7 +78,7 @@ Merged merged(const ForwardCall& call, int64_t first) {
   fold.logp = from(fold.logp, first), fold.lse = from(fold.lse, first), fold.entropy = from(fold.entropy, first);
   fold.lse2_int = from(fold.lse2_int, first), fold.lse2_frac = from(fold.lse2_frac, first);
   fold.maximum = from(fold.maximum, first);
-  return {call.target_ids + first, from(call.records, first), call.rows, fold};
+  return {from(call.target_ids, first), from(call.records, first), call.rows, fold, call.drawn};
 }
 
 int32_t most_clusters(int32_t multiprocessors) { return std::max(multiprocessors / 2, 1); }
@@ -100,6 +101,12 @@ void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
   p.work = row_work(call, first, rows);
   p.target_y = static_cast<float*>(call.workspace);
   p.partials = reinterpret_cast<int64_t*>(static_cast<char*>(call.workspace) + up(plan.chunk_rows * 4, kAlign));
+  if (call.draw.wanted) {
+    const int64_t words = partials_bytes(p.schedule, shape.m_blocks, kRecordWords) / 8;
+    p.draw = {call.draw.seed, call.draw.row_keys, p.partials + words};
+    half_precision ? launch_draw_fp16(p, stream) : launch_draw_bf16(p, stream);
+    return launch_merge_drawn(p, merged(call, first), stream);
+  }
   launch_wgmma(p, plan.path, half_precision, call.entropy, stream);
   launch_merge_clusters(p, shape.m_blocks, call.entropy, merged(call, first), stream);
 }
@@ -164,6 +171,7 @@ ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
         partials = std::max(partials, partials_bytes(wgmma_schedule(call, shape, rows, multiprocessors), shape.m_blocks,
                                                      words(call.entropy)));
     plan.workspace = up(plan.chunk_rows * 4, kAlign) + partials;
+    if (call.draw.wanted) plan.workspace += most_clusters(multiprocessors) * 2 * kWinnerWords * 64 * 8;
   } else {
     const PlainShape shape = plan.path == kFma ? fma_shape() : mma_shape();
     plan.chunk_rows = chunk_rows(call.rows, shape.rows, kChunkRows / shape.rows);
@@ -175,19 +183,26 @@ ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
   return plan;
 }
 
+bool draws_beside(const ForwardCall& call, int32_t multiprocessors) {
+  const bool some = call.rows > 0 && call.rows <= 64 && call.columns > 0 && !call.entropy;
+  return some && call.vocab_start % 4 == 0 && plan_forward(call, multiprocessors).path == kRows64;
+}
+
 void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   require(call.columns < (int64_t{1} << 31) - 1024 && call.depth < (int64_t{1} << 31) - 1024,
           "V_local and D must be below 2^31 - 1024");
   require(call.depth > 0, "D must be positive");
   require(call.valid >= 0 && call.valid <= call.columns, "valid must be within 0 ... V_local");
   if (call.rows == 0) return;
+  const int32_t multiprocessors = multiprocessor_count();
+  require(!call.draw.wanted || (draws_beside(call, multiprocessors) && call.cut == nullptr && call.kept.rows == 0),
+          "tokens are drawn beside a forward of 1 to 64 rows by TMA, of columns from a multiple of 4 on, with no cut");
   if (call.columns == 0) {
     require(call.rows < (int64_t{1} << 31), "N must be below 2^31");
     launch_merge_splits(nullptr, 0, static_cast<int32_t>(call.rows), call.entropy, merged(call, 0), stream);
     check_launch("merge of nothing");
     return;
   }
-  const int32_t multiprocessors = multiprocessor_count();
   const ForwardPlan plan = plan_forward(call, multiprocessors);
   require(call.kept.rows == 0 || plan.path == kRows128 || plan.path == kRows64,
           "logits are kept by the tensor-core kernels that read by TMA alone");

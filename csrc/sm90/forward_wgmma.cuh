@@ -3,6 +3,7 @@
 #pragma once
 
 #include "sm90/check.h"
+#include "sm90/draw_epilogue.h"
 #include "sm90/epilogue.h"
 #include "sm90/forward_wgmma.h"
 #include "sm90/kept.h"
@@ -13,7 +14,8 @@
 
 namespace vocabshard::sm90 {
 
-template <bool kEntropy, int kMBlocks, int kGroups>
+// kDraw: a token of every row is drawn beside.
+template <bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 struct SharedLayout {
   static constexpr int kRows = 64 * kMBlocks;
   static constexpr int kRing = kEntropy && kMBlocks > 1 ? 4 : kStages;  // the entropy's counters need the room
@@ -24,7 +26,8 @@ struct SharedLayout {
   static constexpr int kMaxima = kCounters + kPlaces * kPlaceWords * 8;  // [places][rows], fp32
   static constexpr int kTargets = kMaxima + kPlaces * kRows * 4;         // [places][rows], int32
   static constexpr int kBias = kTargets + kPlaces * kRows * 4;           // fp32, one tile's columns
-  static constexpr int kBytes = kBias + kGroups * kGroupColumns * 4;
+  static constexpr int kDrawn = (kBias + kGroups * kGroupColumns * 4 + 15) / 16 * 16;
+  static constexpr int kBytes = kDrawn + (kDraw ? static_cast<int>(sizeof(DrawState)) : 0);
   static_assert(kBytes <= 227 * 1024, "more shared memory than a CTA can have");
 };
 
@@ -34,9 +37,9 @@ enum ForwardBarrier : uint32_t {
   kAllDone
 };
 
-template <bool kEntropy, int kMBlocks, int kGroups>
+template <bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, const int4& tile, char* base) {
-  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   constexpr int kColumns = kGroups * kGroupColumns;
   const RowWork& work = p.work;
   const uint32_t thread = ptx::thread();
@@ -60,7 +63,11 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   }
   if (work.cap != 0.0f) softcap_all(acc, work.cap);
   if (work.logits != nullptr) store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
-  if (work.cut != nullptr) leave_out(acc, work, first_row, first_column, warp, lane);
+  if constexpr (kDraw)
+    draw_tile(acc, work, p.draw.seed, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), first_row, first_column,
+              tile.z, valid, warp, lane);
+  else if (work.cut != nullptr)
+    leave_out(acc, work, first_row, first_column, warp, lane);
   if (work.scaled) {
 #pragma unroll
     for (int r = 0; r < 2 * kMBlocks; ++r) {
@@ -110,25 +117,28 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
 }
 
 // Empty partials of one place, and the local columns of its rows' targets.
-template <bool kEntropy, int kMBlocks, int kGroups>
+template <bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 VS_DEVICE void start_place(const WgmmaParams& p, char* base, int place, int32_t block) {
-  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   const int thread = threadIdx.x % kWarpgroup;
   int64_t* counters = reinterpret_cast<int64_t*>(base + Layout::kCounters) + place * Layout::kPlaceWords;
   for (int i = thread; i < Layout::kPlaceWords; i += kWarpgroup) counters[i] = 0;
   for (int i = thread; i < Layout::kRows; i += kWarpgroup) {
     const int64_t row = static_cast<int64_t>(block) * Layout::kRows + i;
-    int64_t target = row < p.work.rows ? p.work.target_ids[row] - p.work.vocab_start : -1;
+    int64_t target = !kDraw && row < p.work.rows ? p.work.target_ids[row] - p.work.vocab_start : -1;
     if (target < 0 || target >= p.work.valid) target = -1;
     reinterpret_cast<float*>(base + Layout::kMaxima)[place * Layout::kRows + i] = neg_inf();
     reinterpret_cast<int32_t*>(base + Layout::kTargets)[place * Layout::kRows + i] = static_cast<int32_t>(target);
   }
+  if constexpr (kDraw)
+    start_draw(p.work, p.draw.row_keys, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), block * Layout::kRows,
+               thread);
 }
 
 // One place's partials, a record a row.
-template <bool kEntropy, int kMBlocks, int kGroups>
+template <bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 VS_DEVICE void store_place(const WgmmaParams& p, const char* base, int place) {
-  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int64_t* counters = reinterpret_cast<const int64_t*>(base + Layout::kCounters) + place * Layout::kPlaceWords +
@@ -142,32 +152,36 @@ VS_DEVICE void store_place(const WgmmaParams& p, const char* base, int place) {
     const Partial partial = quad_partial<kEntropy>(counters + r * Layout::kRowGroupWords, maxima[row]);
     if (lane % 4 == 0) record_store<kEntropy>(out + row, Layout::kRows, partial);
   }
+  if constexpr (kDraw)
+    store_draw(*reinterpret_cast<const DrawState*>(base + Layout::kDrawn),
+               p.draw.winners + static_cast<int64_t>(blockIdx.x) * (kWinnerWords * Layout::kRows), warp, lane);
 }
 
-template <class Element, bool kEntropy, int kMBlocks, int kGroups>
+template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_t count) {
-  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   const int consumer = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup)) - 1;
   if (consumer < places(p.schedule)) {
     const int32_t unit = first_unit(p.schedule, blockIdx.x / 2) + consumer;
-    start_place<kEntropy, kMBlocks, kGroups>(p, base, consumer, block_of_unit(p.schedule, unit, ptx::cluster_rank()));
+    start_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, consumer,
+                                                    block_of_unit(p.schedule, unit, ptx::cluster_rank()));
   }
   if (consumer == 1) ptx::barrier_arrive(kEpilogueTurn, 2 * kWarpgroup);
   take_turns<Element, kMBlocks, kGroups, Layout::kRing>(
       p.operands, base, shared, count,
       [&p, base, consumer](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool more) {
         ptx::barrier_sync(kEpilogueTurn + consumer, 2 * kWarpgroup);
-        if (tile.z > 0) finish_tile<kEntropy>(acc, p, tile, base);
+        if (tile.z > 0) finish_tile<kEntropy, kDraw>(acc, p, tile, base);
         if (more) ptx::barrier_arrive(kEpilogueTurn + 1 - consumer, 2 * kWarpgroup);
       });
   ptx::barrier_sync(kAllDone, 2 * kWarpgroup);
-  if (consumer < places(p.schedule)) store_place<kEntropy, kMBlocks, kGroups>(p, base, consumer);
+  if (consumer < places(p.schedule)) store_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, consumer);
 }
 
-template <class Element, bool kEntropy, int kMBlocks, int kGroups>
+template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     forward_wgmma(const __grid_constant__ WgmmaParams p) {
-  using Layout = SharedLayout<kEntropy, kMBlocks, kGroups>;
+  using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   extern __shared__ __align__(1024) char base[];
   const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
   const int32_t cluster = blockIdx.x / 2, count = tile_count(p.schedule, cluster);
@@ -181,15 +195,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     }
   } else {
     ptx::registers_raise<kConsumerRegisters>();
-    consume<Element, kEntropy, kMBlocks, kGroups>(p, base, shared, count);
+    consume<Element, kEntropy, kDraw, kMBlocks, kGroups>(p, base, shared, count);
   }
   finish_ring();
 }
 
-template <class Element, bool kEntropy, int kMBlocks, int kGroups>
+template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 void launch_one(const WgmmaParams& p, cudaStream_t stream) {
-  const auto kernel = forward_wgmma<Element, kEntropy, kMBlocks, kGroups>;
-  constexpr int kBytes = SharedLayout<kEntropy, kMBlocks, kGroups>::kBytes;
+  const auto kernel = forward_wgmma<Element, kEntropy, kDraw, kMBlocks, kGroups>;
+  constexpr int kBytes = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>::kBytes;
   static OncePerDevice once;
   once([&] {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
@@ -200,11 +214,11 @@ void launch_one(const WgmmaParams& p, cudaStream_t stream) {
 template <class Element>
 void launch_element(const WgmmaParams& p, int32_t path, bool entropy, cudaStream_t stream) {
   if (path == kRows64) {
-    entropy ? launch_one<Element, true, kShape64.m_blocks, kShape64.groups>(p, stream)
-            : launch_one<Element, false, kShape64.m_blocks, kShape64.groups>(p, stream);
+    entropy ? launch_one<Element, true, false, kShape64.m_blocks, kShape64.groups>(p, stream)
+            : launch_one<Element, false, false, kShape64.m_blocks, kShape64.groups>(p, stream);
   } else {
-    entropy ? launch_one<Element, true, kShape128.m_blocks, kShape128.groups>(p, stream)
-            : launch_one<Element, false, kShape128.m_blocks, kShape128.groups>(p, stream);
+    entropy ? launch_one<Element, true, false, kShape128.m_blocks, kShape128.groups>(p, stream)
+            : launch_one<Element, false, false, kShape128.m_blocks, kShape128.groups>(p, stream);
   }
 }
 

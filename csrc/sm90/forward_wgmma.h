@@ -15,6 +15,10 @@ constexpr WgmmaShape wgmma_shape(int32_t path) { return path == kRows64 ? kShape
 void launch_wgmma_bf16(const WgmmaParams& p, int32_t path, bool entropy, cudaStream_t stream);
 void launch_wgmma_fp16(const WgmmaParams& p, int32_t path, bool entropy, cudaStream_t stream);
 
+// The same of at most 64 rows, with p.draw.
+void launch_draw_bf16(const WgmmaParams& p, cudaStream_t stream);
+void launch_draw_fp16(const WgmmaParams& p, cudaStream_t stream);
+
 inline void launch_wgmma(const WgmmaParams& p, int32_t path, bool half_precision, bool entropy, cudaStream_t stream) {
   half_precision ? launch_wgmma_fp16(p, path, entropy, stream) : launch_wgmma_bf16(p, path, entropy, stream);
 }

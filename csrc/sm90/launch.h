@@ -34,6 +34,19 @@ struct FoldRows {
   float* maximum;
 };
 
+// A token of every row, drawn of all its columns (docs/operators/sampling.md).
+struct DrawRows {
+  bool wanted;
+  int64_t seed;
+  const int64_t* row_keys;  // [rows], or null: 0, 1, 2, ...
+};
+
+// Where drawn tokens go, [rows] each.
+struct DrawnRows {
+  int64_t* tokens;
+  int64_t* cut;  // gets kKeepAll
+};
+
 // What a forward leaves of its first rows for the backward (kept_code.h). Columns are those that are real, in groups
 // of 64.
 struct KeptRows {
@@ -64,7 +77,9 @@ struct ForwardCall {
   float* logits;  // [rows, columns] or null
   int64_t logits_row;
   KeptRows kept;     // by kRows128 and kRows64 alone
-  int64_t* records;  // [4 or 7, rows]; null: rows are folded at once, as of a group of one
+  DrawRows draw;     // by kRows64 alone, without a cut, entropy and target_ids
+  DrawnRows drawn;   // without records
+  int64_t* records;  // [4 or 7, rows], with a draw [6, rows]; null: rows are folded at once, as of a group of one
   FoldRows fold;     // for then
   void* workspace;   // forward_workspace bytes, aligned to 256
   int32_t path;
@@ -91,6 +106,11 @@ struct FoldCall {
 };
 
 void launch_fold(const FoldCall& call, cudaStream_t stream);
+// records [ranks, 6, rows] of a draw: the first of the ranks' winners is the target.
+void launch_fold_drawn(const FoldCall& call, const DrawnRows& drawn, cudaStream_t stream);
+
+// Whether a forward can draw: by shape, strides, and where this rank's columns begin.
+bool draws_beside(const ForwardCall& call, int32_t multiprocessors);
 
 int32_t multiprocessor_count();  // of the current device
 

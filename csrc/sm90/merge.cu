@@ -1,5 +1,6 @@
 #include "contract.h"
 #include "sm90/check.h"
+#include "sm90/draw.h"
 #include "sm90/fold.h"
 #include "sm90/merge.h"
 #include "sm90/ptx.h"
@@ -32,20 +33,34 @@ VS_DEVICE void store(const Merged& out, int64_t row, Partial& p) {
     fold_row<kEntropy>(out.fold, row, p, out.target_ids[row]);
 }
 
+// A row and what it drew, of all columns of this rank.
+VS_DEVICE void store_drawn(const Merged& out, int64_t row, Partial& p, Winner w, int64_t vocab_start) {
+  if (w.arrival != kNoArrival) w.at += vocab_start << 32;
+  partial_finish(p);
+  if (out.records != nullptr) {
+    record_store<false>(out.records + row, out.record_stride, p);
+    winner_store(out.records + kRecordWords * out.record_stride + row, out.record_stride, w);
+  } else {
+    fold_drawn(out.fold, out.drawn, row, p, w);
+  }
+}
+
 // kRowThreads threads look through the partials of one row: those of the CTAs that had its block of rows.
-template <bool kEntropy, int kRowThreads>
+template <bool kEntropy, bool kDraw, int kRowThreads>
 __global__ void __launch_bounds__(kThreads)
     merge_clusters(const int64_t* partials, const Schedule schedule, int block_rows, const RowWork work,
-                   const float* target_y, const Merged out) {
+                   const float* target_y, const int64_t* winners, const Merged out) {
   constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
   constexpr int kRows = kThreads / kRowThreads, kRowWarps = kRowThreads / 32;
   __shared__ Partial of_warp[kThreads / 32];
+  __shared__ Winner first_of_warp[kThreads / 32];
   ptx::grid_launch_next();
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows, row = first_row + threadIdx.x / kRowThreads;
   const int32_t block = static_cast<int32_t>(row / block_rows);
   const int32_t unit = schedule.share_columns ? block / 2 : block, ctas = schedule.share_columns ? 1 : 2;
 
   Partial p = partial_identity();
+  Winner first_here = nobody();
   ptx::grid_wait();
   if (row < work.rows) {
     // clusters that may have this unit
@@ -60,15 +75,26 @@ __global__ void __launch_bounds__(kThreads)
       if (unit < home || unit > last_unit(schedule, cluster)) continue;
       const int64_t place = (2ll * cluster + rank) * places(schedule) + (unit - home);
       partial_merge(p, record_load<kEntropy>(partials + place * kWords * block_rows + row % block_rows, block_rows));
+      if constexpr (kDraw) first_here = earlier(first_here, winner_load(winners + place * kWinnerWords * 64 + row, 64));
     }
   }
   merge_warp<kEntropy>(p);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = p;
+  if constexpr (kDraw)
+    for (int by = 16; by > 0; by /= 2) first_here = earlier_by_shuffle(first_here, by);
+  if (threadIdx.x % 32 == 0) {
+    of_warp[threadIdx.x / 32] = p;
+    if constexpr (kDraw) first_of_warp[threadIdx.x / 32] = first_here;
+  }
   __syncthreads();
   const int64_t mine = first_row + threadIdx.x;
   if (threadIdx.x >= kRows || mine >= work.rows) return;
   p = of_warp[threadIdx.x * kRowWarps];
   for (int i = 1; i < kRowWarps; ++i) partial_merge(p, of_warp[threadIdx.x * kRowWarps + i]);
+  if constexpr (kDraw) {
+    first_here = first_of_warp[threadIdx.x * kRowWarps];
+    for (int i = 1; i < kRowWarps; ++i) first_here = earlier(first_here, first_of_warp[threadIdx.x * kRowWarps + i]);
+    return store_drawn(out, mine, p, first_here, work.vocab_start);
+  }
   const int64_t target = work.target_ids[mine] - work.vocab_start;
   if (target >= 0 && target < work.valid) p.y_target = target_y[mine];
   store<kEntropy>(out, mine, p);
@@ -86,11 +112,11 @@ __global__ void __launch_bounds__(kThreads)
   store<kEntropy>(out, row, p);
 }
 
-template <bool kEntropy, int kRowThreads>
+template <bool kEntropy, int kRowThreads, bool kDraw = false>
 void launch_clusters(const WgmmaParams& p, int m_blocks, const Merged& out, cudaStream_t stream) {
   constexpr int kRows = kThreads / kRowThreads;
-  launch_behind(merge_clusters<kEntropy, kRowThreads>, (p.work.rows + kRows - 1) / kRows, kThreads, stream, p.partials,
-                p.schedule, 64 * m_blocks, p.work, p.target_y, out);
+  launch_behind(merge_clusters<kEntropy, kDraw, kRowThreads>, (p.work.rows + kRows - 1) / kRows, kThreads, stream,
+                p.partials, p.schedule, 64 * m_blocks, p.work, p.target_y, p.draw.winners, out);
 }
 
 }  // namespace
@@ -101,6 +127,10 @@ void launch_merge_clusters(const WgmmaParams& p, int m_blocks, bool entropy, con
     many ? launch_clusters<true, 128>(p, m_blocks, out, stream) : launch_clusters<true, 32>(p, m_blocks, out, stream);
   else
     many ? launch_clusters<false, 128>(p, m_blocks, out, stream) : launch_clusters<false, 32>(p, m_blocks, out, stream);
+}
+
+void launch_merge_drawn(const WgmmaParams& p, const Merged& out, cudaStream_t stream) {
+  launch_clusters<false, 128, true>(p, 1, out, stream);
 }
 
 void launch_merge_splits(const int64_t* split_records, int splits, int32_t rows, bool entropy, const Merged& out,

@@ -20,10 +20,12 @@ struct Merged {
   int64_t* records;  // words are record_stride apart; null: `fold`
   int64_t record_stride;
   FoldRows fold;
+  DrawnRows drawn;  // where tokens are drawn
 };
 
-// To be launched right behind the forward.
+// To be launched right behind the forward; the second one behind one that draws.
 void launch_merge_clusters(const WgmmaParams& p, int m_blocks, bool entropy, const Merged& out, cudaStream_t stream);
+void launch_merge_drawn(const WgmmaParams& p, const Merged& out, cudaStream_t stream);
 
 // Partials in the form of records, [splits][words][rows]. None: the identity.
 void launch_merge_splits(const int64_t* split_records, int splits, int32_t rows, bool entropy, const Merged& out,

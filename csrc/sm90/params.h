@@ -55,12 +55,20 @@ struct alignas(128) Operands {
   int32_t whole_groups;  // V_local / 64
 };
 
+// Tokens to be drawn beside.
+struct DrawWork {
+  int64_t seed;
+  const int64_t* row_keys;  // [rows], or null: 0, 1, 2, ...
+  int64_t* winners;         // [CTAs][2 words][64 rows] (draw.h)
+};
+
 struct alignas(128) WgmmaParams {
   Operands operands;
   RowWork work;
   Schedule schedule;
   float* target_y;    // [rows]: written where the target is a valid column here
   int64_t* partials;  // [clusters][2 CTAs][places of the schedule][record words][rows of a block]
+  DrawWork draw;
 };
 
 }  // namespace vocabshard::sm90

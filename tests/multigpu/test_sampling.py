@@ -55,6 +55,21 @@ def test_sampling_over_a_group(ranks: Ranks, program: vs.SamplingProgram, step: 
         assert scored.cut is None or torch.equal(scored.cut, ours.cut)
 
 
+@pytest.mark.parametrize("step", [16, 96, 400], ids=["uneven", "even", "one rank has all"])
+def test_a_draw_of_all_columns(ranks: Ranks, step: int) -> None:
+    """What Hopper draws beside its forward; twice, the second time with the plan of the first."""
+    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    hidden, weight, bias = (x.to(dtype) for x in inputs(ranks))
+    shard, keys = shard_at(ranks, step), torch.arange(N, device=ranks.device) * 3
+    mine = slice(shard.start, shard.stop)
+    for seed in (5, 6):
+        options = {"program": PROGRAMS[2], "seed": seed, "row_keys": keys, "return_lse": True, "validate": False}
+        alone = vs.vocab_parallel_sample(hidden, weight, bias, **options)
+        ours = vs.vocab_parallel_sample(hidden, weight[mine], bias[mine], shard=shard, **options)
+        for name in ("token", "cut", "logp", "lse"):
+            assert_same_bytes(getattr(ours, name), getattr(alone, name), name)
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "in parts"])
 def test_gradients_over_a_group(ranks: Ranks, parts: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

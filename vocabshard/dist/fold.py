@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vocabshard.contract import LOG2E
-from vocabshard.partials import FoldedRows
+from vocabshard.partials import FoldedRows, Scores
 
 
 def fold(
@@ -27,6 +27,18 @@ def fold(
     if backend == "sm90":
         return _fold_cuda(gathered, target_ids, ignore_index, real_vocab_size, invalid)
     raise ValueError(f"no fold kernel for backend {backend!r} and device {gathered.device.type!r}")
+
+
+def fold_scores(
+    backend: str, gathered: Tensor, target_ids: Tensor, ignore_index: int, real_vocab_size: int, invalid: str
+) -> Scores:
+    """The same where no backward follows."""
+    if backend != "sm90" or gathered.device.type == "cpu":
+        return Scores(*fold(backend, gathered, target_ids, ignore_index, real_vocab_size, invalid)[:3])
+    logp = torch.empty(gathered.shape[2], dtype=torch.float32, device=gathered.device)
+    out = Scores(logp, torch.empty_like(logp), torch.empty_like(logp) if gathered.shape[1] > 4 else None)
+    _enqueue_fold(gathered, target_ids, ignore_index, real_vocab_size, invalid, out)
+    return out
 
 
 def set_targets(backend: str, gathered: Tensor, y: Tensor) -> Tensor:
@@ -82,14 +94,32 @@ def _fold_cpu(
 def _fold_cuda(
     gathered: Tensor, target_ids: Tensor, ignore_index: int, real_vocab_size: int, invalid: str
 ) -> FoldedRows:
+    out = _new_rows(gathered, gathered.shape[1] > 4)
+    _enqueue_fold(gathered, target_ids, ignore_index, real_vocab_size, invalid, out)
+    return out
+
+
+def _enqueue_fold(
+    gathered: Tensor,
+    target_ids: Tensor,
+    ignore_index: int,
+    real_vocab_size: int,
+    invalid: str,
+    out: FoldedRows | Scores,
+) -> None:
     """On the caller's stream of the records' device."""
     from vocabshard import _C
 
     gathered = gathered.contiguous()
     world_size, words, rows = gathered.shape
-    out = _new_rows(gathered, words > 4)
+    device = gathered.device.index
+    more = (
+        (out.lse2_int.data_ptr(), out.lse2_frac.data_ptr(), out.maximum.data_ptr())
+        if isinstance(out, FoldedRows)
+        else (0, 0, 0)
+    )
     _C.sm90_fold(
-        device=gathered.device.index,
+        device=device,
         records=gathered.data_ptr(),
         ranks=world_size,
         rows=rows,
@@ -97,16 +127,15 @@ def _fold_cuda(
         ignore_index=ignore_index,
         real_vocab_size=real_vocab_size,
         invalid_is_nan=invalid == "nan",
-        entropy=out.entropy is not None,
+        entropy=words > 4,
         logp=out.logp.data_ptr(),
         lse=out.lse.data_ptr(),
         entropy_out=0 if out.entropy is None else out.entropy.data_ptr(),
-        lse2_int=out.lse2_int.data_ptr(),
-        lse2_frac=out.lse2_frac.data_ptr(),
-        maximum=out.maximum.data_ptr(),
-        stream=torch.cuda.current_stream(gathered.device).cuda_stream,
+        lse2_int=more[0],
+        lse2_frac=more[1],
+        maximum=more[2],
+        stream=torch._C._cuda_getCurrentRawStream(device),
     )
-    return out
 
 
 def _fold_library(

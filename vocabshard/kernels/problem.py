@@ -13,6 +13,8 @@ A kernel module has
     new_kept(rows, columns, dtype, device) -> KeptLogits    to be filled by forward(keep=...), of problem.valid columns
     why_not_kept(hidden, weight, problem) -> str      (optional) why it keeps nothing of such operands, "" where it does
     KEPT_ROWS                                         (optional) what rows are kept in multiples of, if not all are
+    draw_rows, draw_records, fold_draws    (all three or none) a token of each of DRAWN_ROWS rows beside the forward, of
+                                           all columns: kernels/sm90_draw.py
     CONTINUES_CHAIN                                         dtypes whose grad_hidden is one ascending chain over the
                                                             columns, so that no boundary between shards shows in it
 What is kept never changes a byte of the records.
@@ -52,6 +54,15 @@ class RowGrads(NamedTuple):
     target: Tensor  # fp32 [N]
     softmax: Tensor  # fp32 [N]
     entropy: Tensor | None  # fp32 [N]
+
+
+class DrawnRows(NamedTuple):
+    """Tokens drawn of all columns, and their log-probs, [N] each."""
+
+    tokens: Tensor  # int64, -1 in a row without a distribution
+    cut: Tensor  # int64: everything is kept
+    logp: Tensor  # fp32
+    lse: Tensor | None  # fp32
 
 
 class Upstream(NamedTuple):

@@ -18,6 +18,7 @@ from vocabshard.kernels import cuda_logits, sm90_backward, truncated
 from vocabshard.kernels.cuda_logits import logits_backward, logits_backward_upstream, logits_rows, logits_scores
 from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.kernels.sm90_backward import row_grads
+from vocabshard.kernels.sm90_draw import DRAWN_ROWS, draw_records, draw_rows, fold_draws
 from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
 from vocabshard.kernels.sm90_kept import KEPT_ROWS, groups_of, kept_bytes_per_row, new_kept, why_not_kept
@@ -261,8 +262,12 @@ def logits_forward(
 
 
 __all__ = [
+    "DRAWN_ROWS",
     "KEPT_ROWS",
     "backward",
+    "draw_records",
+    "draw_rows",
+    "fold_draws",
     "forward",
     "forward_rows",
     "forward_scores",
