@@ -68,7 +68,7 @@ def ours(backend: str, dtype: torch.dtype, kept: float = 0.0, variant: str = "")
             module = kernels.module(kernels.select_backend(backend, weight.device, weight.dtype).backend)
             size = module.kept_bytes_per_row(len(weight), weight.dtype)
             if not size:
-                raise NotImplementedError(f"backend {backend} keeps no logits")
+                raise SystemExit(f"--kept asks for {kept:.0%} of the logits: backend {backend} keeps none of {dtype}")
             budget = round(kept * len(hidden)) * size
         options = vs.GradOptions(save_logits_budget=budget)
         if variant == "entropy":

@@ -79,14 +79,21 @@ def test_after(ranks):
 """
 
 
-@pytest.mark.parametrize("where", ["first", "last"])
-def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, where: str) -> None:
-    """Before a collective, in which the other ranks then wait in vain, and after the last."""
-    code, output = on_ranks(3, tmp_path, RANKS.format(where=repr(where)))
+def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path) -> None:
+    """Before a collective, in which the other ranks then wait in vain: no test can follow."""
+    code, output = on_ranks(3, tmp_path, RANKS.format(where="'first'"))
     assert code != 0, output
     assert "[rank 1] E   AssertionError: deliberate" in output
-    assert "1 failed, 1 passed" in output and "the ranks disagree about" in output
+    assert "1 failed, 1 passed" in output and "the ranks disagree about" in output and "out of step" in output
     assert output.count(" passed in ") == 1, "one rank alone prints the report"
+
+
+def test_a_failure_on_one_rank_in_step_is_one_failed_test(tmp_path: Path) -> None:
+    """After the last collective: all ranks go on with the next test."""
+    code, output = on_ranks(3, tmp_path, RANKS.format(where="'last'"))
+    assert code != 0, output
+    assert "[rank 1] E   AssertionError: deliberate" in output
+    assert "1 failed, 2 passed" in output and "the ranks disagree" in output and "out of step" not in output
 
 
 def test_an_import_that_fails_on_one_rank_fails_the_run(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from vocabshard.launching import free_port
 
 TIMEOUT = 15
+LATER = 15  # seconds: over NCCL torch ends a process 4 or 5 s after the timeout; machines under test are busy
 SCRIPT = """
 import os, signal, sys
 from datetime import timedelta
@@ -74,7 +75,7 @@ def test_the_others_end_with_an_error(when: str, ranks: int, tmp_path: Path) -> 
         assert processes[0].returncode == -signal.SIGKILL, first
         died = time.monotonic()
         for rank, process in enumerate(processes[1:], start=1):
-            said = process.communicate(timeout=max(1.0, died + TIMEOUT + 50 - time.monotonic()))[0]
+            said = process.communicate(timeout=max(1.0, died + TIMEOUT + LATER - time.monotonic()))[0]
             assert process.returncode != 0 and "went on" not in said, f"rank {rank}: {said}"
             assert "Error" in said or process.returncode == -signal.SIGABRT, f"rank {rank}: {said}"
     finally:

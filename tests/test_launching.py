@@ -153,9 +153,15 @@ def test_an_nccl_group_is_not_bound_to_a_device(monkeypatch: pytest.MonkeyPatch)
     """Beside one that is, torch's new_group waits forever for a gloo group of some of the ranks."""
     given: dict[str, object] = {}
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(launching.NCCL_DUMP[0], "")  # to be restored
+    monkeypatch.delenv(launching.NCCL_DUMP[0])
     monkeypatch.setattr(launching, "choose_backend", lambda *_: ("nccl", torch.device("cuda", 0)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(launching.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(launching.dist, "init_process_group", lambda backend, **options: given.update(options))
     assert launching.init_from_env().backend == "nccl"
     assert given and given.get("device_id") is None
+    assert os.environ[launching.NCCL_DUMP[0]] == "1000"
+    monkeypatch.setenv(launching.NCCL_DUMP[0], "7000")
+    launching.init_from_env()
+    assert os.environ[launching.NCCL_DUMP[0]] == "7000", "the caller's own"

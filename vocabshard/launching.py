@@ -25,6 +25,10 @@ import torch.distributed as dist
 
 GRACE_SECONDS = 5.0  # between asking the other ranks to end and killing them
 
+# After a collective over NCCL has failed or timed out, torch sleeps four times this long (its default: 15 s, so a
+# minute) before it ends the process; meanwhile its record of collectives is written, where that is asked for.
+NCCL_DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -53,7 +57,9 @@ def init_from_env(timeout: timedelta | None = None) -> Ranks:
     """Initialise the default process group as torchrun's environment says and set this rank's CUDA device.
 
     Collective over the world. Without such an environment the world is this process alone. `timeout` is that of the
-    group's collectives (None: torch's default). Every machine of the job has to have the same number of GPUs and ranks.
+    group's collectives (None: torch's default): a process that waits longer for another ends with an error, over NCCL
+    about 5 s later, in place of torch's minute (it sets NCCL_DUMP in the environment, unless it is set). Every machine
+    of the job has to have the same number of GPUs and ranks.
     """
     if dist.is_initialized():
         raise RuntimeError("init_from_env found a process group: call it once, or destroy_process_group before")
@@ -64,6 +70,8 @@ def init_from_env(timeout: timedelta | None = None) -> Ranks:
     backend, device = choose_backend(local_world_size, local_rank, gpus, dist.is_nccl_available())
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if backend == "nccl":
+        os.environ.setdefault(*NCCL_DUMP)
     # No device_id: of a group that has one, torch 2.11's new_group waits forever for a gloo group of some of the ranks.
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

@@ -2,9 +2,10 @@
 //
 // Vocabulary super-blocks outside, blocks of rows inside; only rows with a gradient take part. Each pair first makes
 // its gradients of the logits, then adds its products. Long sums are cut into fixed blocks: a block is one FMA chain
-// from zero, blocks are added in ascending order. Where grad_hidden goes on from accumulators it is one chain instead,
-// which no boundary between shards can cut. Nothing here depends on threads, on V_local, on a neighbour's values or on
-// what the forward kept.
+// from zero, blocks are added in ascending order. What the blocks of rows add to grad_weight is summed with its
+// rounding errors beside it, so that many rows cost no more digits than a thousand. Where grad_hidden goes on from
+// accumulators it is one chain instead, which no boundary between shards can cut. Nothing here depends on threads, on
+// V_local, on a neighbour's values or on what the forward kept.
 #include "cpu/problem.h"
 
 namespace vocabshard {
@@ -24,7 +25,7 @@ struct Sizes {
   int64_t rows, columns, ld;
 };
 
-Sizes plan(int64_t active, int64_t steps, int64_t valid, bool apart) {
+Sizes plan(int64_t active, int64_t steps, int64_t valid, bool sums) {
   Sizes s;
   const int64_t row_bytes = 4 * larger(steps, 1);
   s.sum_block = kSumBlock;
@@ -35,7 +36,7 @@ Sizes plan(int64_t active, int64_t steps, int64_t valid, bool apart) {
   s.rows = whole(smaller(kRowsMax, kBytes / row_bytes), active, kLanes);
   s.ld = s.rows + kLanes;  // rows of a power of two would share cache sets
   int64_t columns = smaller(kColumnsMax, kGradientBytes / (4 * s.ld));
-  if (apart) columns = smaller(columns, kBytes / row_bytes);
+  if (sums || active > s.rows) columns = smaller(columns, kBytes / row_bytes);
   s.columns = whole(columns, valid, kLanes);
   return s;
 }
@@ -50,14 +51,16 @@ struct Backward {
   const Problem& problem;
   const RowGradients& gradients;
   const GradientPlan& how;
-  const bool apart;  // grad_weight is summed in weight_sums first
+  const bool apart;   // grad_weight is summed in weight_sums first
+  const bool pieces;  // its rows take several blocks
 
   Scratch<int64_t> index;  // rows of the block at hand
   Scratch<PanelRows> panel_rows;
-  Scratch<float> packed;       // [panel][D][16]
-  Scratch<float> dz;           // [column][ld]
-  Scratch<float> weight_sums;  // fp32 [column][D], if apart
-  Scratch<double> bias_sums;   // [column]
+  Scratch<float> packed;         // [panel][D][16]
+  Scratch<float> dz;             // [column][ld]
+  Scratch<float> weight_sums;    // fp32 [column][D], if apart
+  Scratch<float> weight_errors;  // what those sums have lost to rounding, if in pieces
+  Scratch<double> bias_sums;     // [column]
   Scratch<float> scratch;
   int64_t worker_size;
   int64_t kept_panels;  // leading panels of the block at hand whose logits were kept
@@ -70,6 +73,9 @@ struct Backward {
   void add_hidden(int64_t v0, int64_t columns, int64_t row, int64_t rows_here, int64_t d, int64_t wide, float* panels);
   void add_weight(int64_t v0, int64_t v, int64_t columns, int64_t count, int64_t d, int64_t wide, bool first,
                   float* panels);
+  float* sums(int64_t v0) {
+    return apart ? weight_sums.get() : static_cast<float*>(grad_weight.data) + v0 * hidden.cols;
+  }
   void add_bias(int64_t v, int64_t count, bool first);
   void finish_columns(int64_t v0, int64_t columns);
 };
@@ -120,16 +126,32 @@ void Backward::add_hidden(int64_t v0, int64_t columns, int64_t row, int64_t rows
   }
 }
 
+// to + error += x, the rounding of `to` going to `error` (Knuth's TwoSum); their rows are `ld` apart.
+void add_exactly(int64_t rows, int64_t columns, const float* x, int64_t x_row, float* to, float* error, int64_t ld) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) {
+      const float a = to[i * ld + j], b = x[i * x_row + j], sum = a + b, back = sum - a;
+      to[i * ld + j] = sum;
+      error[i * ld + j] += (a - (sum - back)) + (b - back);
+    }
+}
+
 void Backward::add_weight(int64_t v0, int64_t v, int64_t columns, int64_t count, int64_t d, int64_t wide, bool first,
                           float* panels) {
-  const int64_t D = hidden.cols;
-  float* sums = apart ? weight_sums.get() : static_cast<float*>(grad_weight.data) + v0 * D;
+  const int64_t D = hidden.cols, at = v * D + d;
+  const bool add = pieces && !first;
+  float* block = add ? panels + sizes.sum_block * kOutColumns : sums(v0) + at;
+  const int64_t block_row = add ? kOutColumns : D;
   for (int64_t n = 0; n < count; n += sizes.sum_block) {
     const int64_t deep = smaller(sizes.sum_block, count - n);
     kernels.pack_columns(hidden, index.get() + n, 0, deep, d, wide, panels);
-    kernels.multiply({columns, wide, deep, dz.get() + v * sizes.ld + n, sizes.ld, 1, panels, deep * kLanes,
-                      sums + v * D + d, D, nullptr, first && n == 0 ? kStore : kAdd});
+    kernels.multiply({columns, wide, deep, dz.get() + v * sizes.ld + n, sizes.ld, 1, panels, deep * kLanes, block,
+                      block_row, nullptr, n == 0 ? kStore : kAdd});
   }
+  if (!pieces) return;
+  if (add) return add_exactly(columns, wide, block, block_row, sums(v0) + at, weight_errors.get() + at, D);
+  for (int64_t i = 0; i < columns; ++i)
+    std::memset(weight_errors.get() + at + i * D, 0, static_cast<size_t>(wide) * sizeof(float));
 }
 
 void Backward::add_bias(int64_t v, int64_t count, bool first) {
@@ -163,9 +185,15 @@ void Backward::add_products(int64_t v0, int64_t columns, int64_t count, bool fir
 // Sums that were kept apart, added to what is there or rounded once into the parameter's dtype.
 void Backward::finish_columns(int64_t v0, int64_t columns) {
   const int64_t D = hidden.cols;
-  if (apart)
+  if (apart || pieces)
     team.run(ceil_div(columns, kLanes), [&](int64_t task, int) {
       const int64_t v = task * kLanes, count = smaller(kLanes, columns - v) * D;
+      if (pieces) {
+        float *sum = sums(v0) + v * D, *error = weight_errors.get() + v * D;
+        for (int64_t i = 0; i < count; ++i)
+          if (error[i] == error[i]) sum[i] += error[i];  // else the sum has overflowed, and stays as it is
+      }
+      if (!apart) return;
       if (how.add_weight) {
         float* to = static_cast<float*>(grad_weight.data) + (v0 + v) * D;
         for (int64_t i = 0; i < count; ++i) to[i] += weight_sums[v * D + i];
@@ -219,6 +247,7 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
 
   const bool apart = grad_weight.data && (how.add_weight || grad_weight.dtype != kF32);
   const Sizes sizes = plan(active, D, V, apart);
+  const bool pieces = grad_weight.data && active > sizes.rows;
   Backward work{kernels,
                 hidden,
                 weight,
@@ -233,16 +262,19 @@ void cpu_linear_backward(const Matrix& hidden, const Matrix& weight, const Vecto
                 gradients,
                 how,
                 apart,
+                pieces,
                 Scratch<int64_t>(sizes.rows),
                 Scratch<PanelRows>(ceil_div(sizes.rows, kLanes)),
                 Scratch<float>(sizes.rows * D),
                 Scratch<float>((sizes.columns + kRowSlack) * sizes.ld),
                 Scratch<float>(apart ? sizes.columns * D : 0),
+                Scratch<float>(pieces ? sizes.columns * D : 0),
                 Scratch<double>(sizes.columns),
                 Scratch<float>(),
                 0,
                 0};
-  work.worker_size = round_up(larger(work.projection.scratch(), sizes.sum_block * kOutColumns), kLanes);
+  const int64_t panels = sizes.sum_block * kOutColumns, block = pieces ? kOutRows * kOutColumns : 0;
+  work.worker_size = round_up(larger(work.projection.scratch(), panels + block), kLanes);
   work.scratch = Scratch<float>(team.size() * work.worker_size);
 
   for (int64_t v0 = 0; v0 < V; v0 += sizes.columns) {

@@ -1,11 +1,13 @@
 """Tests that run on several ranks, each of which runs pytest: `torchrun --nproc-per-node 4 -m pytest tests/multigpu`.
 
 Inside torchrun every test ends with an exchange of its outcome: it fails on all ranks when it failed on one, whose
-traceback is printed with its rank before each line. Rank 0 alone prints the ordinary report. In one process (plain
-pytest) the selected tests of each file become one test, which starts 4 ranks on them.
+traceback is printed with its rank before each line. The next test follows where all ranks have made the same
+collectives; else they may be out of step, and the run ends. Rank 0 alone prints the ordinary report. In one process
+(plain pytest) the selected tests of each file become one test, which starts 4 ranks on them.
 """
 
 import contextlib
+import json
 import os
 import sys
 from collections import defaultdict
@@ -49,6 +51,35 @@ class Rendezvous:
 
 
 RENDEZVOUS = pytest.StashKey[Rendezvous]()
+BEFORE = pytest.StashKey[dict[str, int]]()  # collectives by group, when the test began
+
+
+def _collectives() -> dict[str, int]:
+    """How many of each group this rank has begun: "name: its ranks". A gloo group counts sends and receives too."""
+    counts = {}
+    for group in dist.distributed_c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            name = f"{dist.distributed_c10d._get_process_group_name(group)}: {dist.get_process_group_ranks(group)}"
+            counts[name] = group._get_sequence_number_for_group()
+    return counts
+
+
+def _since(before: dict[str, int]) -> str:
+    """What a test has begun, as text: collectives of each group, and how many groups there have ever been."""
+    begun = {name: count - before.get(name, 0) for name, count in _collectives().items()}
+    return json.dumps([dist.distributed_c10d._world.group_count, begun])
+
+
+def _in_step(texts: list[str]) -> bool:
+    """Whether all ranks of each group have begun as many collectives of it (`texts` of _since, in rank order)."""
+    groups, begun = zip(*map(json.loads, texts), strict=True)
+    names = set().union(*begun)
+    each = ([counts.get(name) for rank, counts in enumerate(begun) if rank in _members(name)] for name in names)
+    return len(set(groups)) == 1 and all(len(set(counts)) == 1 for counts in each)
+
+
+def _members(name: str) -> list[int]:
+    return json.loads(name.partition(": ")[2])
 
 
 @pytest.fixture
@@ -108,6 +139,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Wrapper[pytest.Co
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if ON_RANKS:
+        item.stash[BEFORE] = _collectives()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Wrapper[pytest.TestReport]:
     report = yield
@@ -118,15 +155,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     try:
         # With the message: when one rank fails, those that waited for it in a collective fail too, but otherwise.
         message = call.excinfo.exconly().splitlines()[0] if report.failed and call.excinfo else ""
-        outcomes = item.config.stash[RENDEZVOUS].gather(f"{report.outcome} {message:.80}".strip())
+        mine = f"{report.outcome} {message:.80}".strip() + "\n" + _since(item.stash[BEFORE])
+        told = [text.split("\n") for text in item.config.stash[RENDEZVOUS].gather(mine)]
     except RuntimeError as error:
         _show(item.config, f"{report.nodeid}: no outcome from some rank", str(error))
         os._exit(1)  # an orderly end would wait for the missing rank again
+    outcomes = [outcome for outcome, _ in told]
     if len(set(outcomes)) > 1:
-        told = "\n".join(["the ranks disagree", *(f"rank {rank} {outcome}" for rank, outcome in enumerate(outcomes))])
-        report.longrepr = report.longrepr if report.failed else told
+        each = "\n".join(["the ranks disagree", *(f"rank {rank} {outcome}" for rank, outcome in enumerate(outcomes))])
+        report.longrepr = report.longrepr if report.failed else each
         report.outcome = "failed"
-        item.session.shouldstop = f"the ranks disagree about {report.nodeid} and may be out of step"
+        if not _in_step([begun for _, begun in told]):
+            item.session.shouldstop = f"the ranks disagree about {report.nodeid} and may be out of step"
     return report
 
 
