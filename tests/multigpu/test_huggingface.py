@@ -70,7 +70,7 @@ def test_a_weight_that_tensor_parallelism_sharded(ranks: Ranks) -> None:
     if ranks.device.type == "cuda" and ranks.backend != "nccl":
         pytest.skip("DTensor gathers no CUDA tensors over gloo")
     given, mesh = batch(ranks), init_device_mesh(ranks.device.type, (ranks.world_size,))
-    rows = 64 * ranks.world_size
+    rows = -(-V // (16 * ranks.world_size)) * 16 * ranks.world_size
     want, grads = score(hf.patch_lm_head(make(ranks, vocab_size=rows)), given)
     model = make(ranks, vocab_size=rows)
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
