@@ -219,12 +219,14 @@ def test_graph_of_forward_and_backward(ranks: Ranks, sequence_parallel: bool) ->
 @pytest.mark.parametrize("layout", ["even", "uneven", "empty last"])
 def test_ordered_grad_hidden_is_the_single_ranks(ranks: Ranks, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist_grad, "CHUNK_ROWS", 10)  # 7 chunks
+    shard, rows = shard_of(layout, ranks, dist.group.WORLD)
+    found = []
     for seed in range(3):
         case = problem(ranks.device, seed, chained(ranks.device))
-        want = in_order(case)
-        shard, rows = shard_of(layout, ranks, dist.group.WORLD)
         got = in_order(case, rows=rows, shard=shard)
-        all_the_same([want[1], *of_every_rank(got[1], dist.group.WORLD)], "grad_hidden")
+        found.append((got, in_order(case), of_every_rank(got[1], dist.group.WORLD)))
+    for got, want, everyone in found:
+        all_the_same([want[1], *everyone], "grad_hidden")
         slices_of(got, want, rows, ranks.device.type == "cpu")
 
 
@@ -274,23 +276,32 @@ def test_sequence_parallel(ranks: Ranks, reduce: str, pieces: bool, monkeypatch:
     more = {"shard": shard, "rows": rows, "temperature": temperature.view(-1, batch)}
     go = in_order if reduce == "ordered" else gradients
     want, got = go(plain, **more), go(mine, sequence_parallel=True, **more)
+    own = want[1].chunk(ranks.world_size)[ranks.rank]
+    call = {"shard": shard, "temperature": more["temperature"], "return_lse": True}
+    whole = vs.linear_logp(plain[0], weight[rows], plain[3], bias[rows], return_logits=True, **call)
+    others = [
+        vs.linear_logp(
+            mine[0].clone().requires_grad_(),
+            weight[rows],
+            mine[3],
+            bias[rows],
+            sequence_parallel=True,
+            **call,
+            **options,
+        )
+        for options in ({"return_logits": True}, {"grad_options": vs.GradOptions(save_logits_budget="auto")})
+    ]
     for a, b in zip(got[0][:3], want[0][:3], strict=True):
         assert_same_bytes(a, b, "the forward of all rows, the same as without")
-    own = want[1].chunk(ranks.world_size)[ranks.rank]
     if reduce == "ordered":
         assert_same_bytes(got[1], own, "grad_hidden of this rank's rows")
     else:
         torch.testing.assert_close(got[1], own, rtol=1e-5, atol=1e-6)
     for a, b in zip(got[2:], want[2:], strict=True):
         assert_same_bytes(a, b, "gradients of the shard")
-    for options in ({"return_logits": True}, {"grad_options": vs.GradOptions(save_logits_budget="auto")}):
-        call = {"shard": shard, "temperature": more["temperature"], "return_lse": True, **options}
-        local = mine[0].clone().requires_grad_()
-        out = vs.linear_logp(local, weight[rows], mine[3], bias[rows], sequence_parallel=True, **call)
-        assert_same_bytes(out.logp, want[0].logp, str(options))
-        if out.logits is not None:
-            whole = vs.linear_logp(plain[0], weight[rows], plain[3], bias[rows], **call)
-            assert_same_bytes(out.logits, whole.logits, "logits of all rows")
+    for out, what in zip(others, ("with logits", "with kept logits"), strict=True):
+        assert_same_bytes(out.logp, want[0].logp, what)
+    assert_same_bytes(others[0].logits, whole.logits, "logits of all rows")
 
 
 def test_what_one_rank_alone_keeps_does_not_change_how_rows_travel(ranks: Ranks, monkeypatch) -> None:
