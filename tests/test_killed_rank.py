@@ -15,7 +15,7 @@ import torch
 from vocabshard.launching import free_port
 
 TIMEOUT = 15
-LATER = 15  # seconds: over NCCL torch ends a process 4 or 5 s after the timeout; machines under test are busy
+LATER = 15  # seconds: over NCCL torch ends a process some 8 s after the timeout; machines under test are busy
 SCRIPT = """
 import os, signal, sys
 from datetime import timedelta

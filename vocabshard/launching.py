@@ -58,8 +58,8 @@ def init_from_env(timeout: timedelta | None = None) -> Ranks:
 
     Collective over the world. Without such an environment the world is this process alone. `timeout` is that of the
     group's collectives (None: torch's default): a process that waits longer for another ends with an error, over NCCL
-    about 5 s later, in place of torch's minute (it sets NCCL_DUMP in the environment, unless it is set). Every machine
-    of the job has to have the same number of GPUs and ranks.
+    within some 8 s more, where torch takes over a minute (NCCL_DUMP is set in the environment, unless the variable is
+    there). Every machine of the job has to have the same number of GPUs and ranks.
     """
     if dist.is_initialized():
         raise RuntimeError("init_from_env found a process group: call it once, or destroy_process_group before")
