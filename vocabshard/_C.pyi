@@ -278,6 +278,54 @@ def sm90_topk_scan(
 ) -> None:
     """The n best places of rows of logits, and how many are larger than the target's."""
 
+def sm90_topk_target(
+    device: int,
+    stream: int,
+    element: int,
+    rows: int,
+    depth: int,
+    hidden: int,
+    hidden_row: int,
+    weight: int,
+    weight_row: int,
+    bias: int,
+    bias_element: int,
+    softcap: float,
+    vocab_start: int,
+    valid: int,
+    target_ids: int,
+    place: int,
+) -> None:
+    """The places of targets that are columns here, else -2^63."""
+
+def sm90_topk_forward(
+    device: int,
+    stream: int,
+    element: int,
+    rows: int,
+    depth: int,
+    columns: int,
+    hidden: int,
+    hidden_row: int,
+    weight: int,
+    weight_row: int,
+    bias: int,
+    bias_element: int,
+    target_ids: int,
+    vocab_start: int,
+    row_inv_temperature: int,
+    inv_temperature: float,
+    softcap: float,
+    cut: int,
+    records: int,
+    n: int,
+    place: int,
+    best: int,
+    before: int,
+    workspace: int,
+) -> int:
+    """Records of columns that follow others, the best of both, and the count of better ones; the bytes it takes."""
+
 def sm90_topk_finish(
     device: int,
     stream: int,

@@ -12,9 +12,12 @@ from vocabshard import cuts
 from vocabshard import sampling as S
 from vocabshard.cuts import Block, Over
 from vocabshard.dist.fold import fold, set_targets
+from vocabshard.dist.gather import gather_tensors
 from vocabshard.kernels import sampling_torch
 from vocabshard.partials import FoldedRows
-from vocabshard.passes import Call
+from vocabshard.passes import Call, LinearOperands
+
+BESIDE_ROWS = 4096  # of a launch of the fused forward
 
 
 class Best(NamedTuple):
@@ -48,6 +51,33 @@ def of_logits(
     best, before = scan(*block, call.topk, tokens, place)
     everyone = over.gather([best])
     rows, ids, logp, rank = finish(gathered, everyone, over.sum([before]), tokens, scale, cut, *rule)
+    return rows, Best(ids, logp, rank)
+
+
+def goes_beside(call: Call, x: LinearOperands) -> bool:
+    """Whether the best are found beside the fused forward: by what all ranks know alike."""
+    n, kernel = call.topk, call.kernel
+    if n is None or not hasattr(kernel, "topk_forward") or call.want_logits or call.problem.entropy:
+        return False
+    finds = x.cut is None and call.sampling is not None and call.sampling.truncates
+    half = x.hidden.dtype in (torch.bfloat16, torch.float16) and x.hidden.shape[1] % 8 == 0
+    return not finds and half and x.target_ids.shape[0] > 64 and kernel.topk_fits(call.widest, n)
+
+
+def beside(call: Call, x: LinearOperands) -> tuple[FoldedRows, Best]:
+    """The folded rows and their best. Two gathers, a sum of a word a row, and the records'."""
+    assert call.topk is not None
+    over, kernel = Over(call.group), call.kernel
+    operands = kernel.TopkOperands(*x[:5], call.problem, x.cut)
+    place = over.gather([kernel.topk_places(operands)])
+    place = place[0] if over.alone else place.amax(0)
+    records, best, before = kernel.topk_forward(operands, call.topk, place)
+    gathered = gather_tensors(records, call.group).flatten(0, 1)
+    everyone, before = over.gather([best]), over.sum([before])
+    rule = (call.ignore_index, call.real_vocab_size, call.invalid)
+    rows, ids, logp, rank = kernel.topk_finish(
+        gathered, everyone, before, x.target_ids, x.inv_temperature, x.cut, *rule
+    )
     return rows, Best(ids, logp, rank)
 
 

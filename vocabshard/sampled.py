@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vocabshard import cuts, kernels
 from vocabshard import sampling as S
-from vocabshard.best import Best, of_logits
+from vocabshard.best import BESIDE_ROWS, Best, beside, goes_beside, of_logits
 from vocabshard.cuts import Block, Over
 from vocabshard.dist.fold import fold_scores
 from vocabshard.dist.gather import gather_rows, gather_tensors
@@ -56,6 +56,11 @@ def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sample
     if call.sequence_parallel:
         ((_, hidden),) = gather_rows(x.hidden, call.group, pieces=False)
         x = x._replace(hidden=hidden)
+    if draw is None and goes_beside(call, x):
+        blocks = [slice(first, first + BESIDE_ROWS) for first in range(0, x.target_ids.shape[0], BESIDE_ROWS)]
+        of_rows = [_rows_of(x, rows) for rows in blocks]
+        found = [Sampled(rows, y.cut, y.target_ids, best, None) for y in of_rows for rows, best in [beside(call, y)]]
+        return found[0] if len(found) == 1 else _joined(found)
     blocks = _row_blocks(call, x)
     if len(blocks) == 1:
         return _of_block(call, x, draw)

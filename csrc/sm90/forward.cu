@@ -12,6 +12,7 @@
 #include "sm90/merge.h"
 #include "sm90/plain.cuh"
 #include "sm90/tensor_map.h"
+#include "sm90/topk_gather.h"
 
 namespace vocabshard::sm90 {
 
@@ -107,8 +108,15 @@ void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
     half_precision ? launch_draw_fp16(p, stream) : launch_draw_bf16(p, stream);
     return launch_merge_drawn(p, merged(call, first), stream);
   }
-  launch_wgmma(p, plan.path, half_precision, call.entropy, stream);
+  if (call.top.n > 0) {
+    const int64_t partials = up(partials_bytes(p.schedule, shape.m_blocks, kRecordWords), kAlign);
+    p.top = topk_lists(p.schedule, call.top, reinterpret_cast<char*>(p.partials) + partials);
+    half_precision ? launch_topk_fp16(p, stream) : launch_topk_bf16(p, stream);
+  } else {
+    launch_wgmma(p, plan.path, half_precision, call.entropy, stream);
+  }
   launch_merge_clusters(p, shape.m_blocks, call.entropy, merged(call, first), stream);
+  if (call.top.n > 0) launch_topk_gather(p, call.top.best, stream);
 }
 
 void launch_plain_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_t first, int64_t rows,
@@ -171,6 +179,9 @@ ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
         partials = std::max(partials, partials_bytes(wgmma_schedule(call, shape, rows, multiprocessors), shape.m_blocks,
                                                      words(call.entropy)));
     plan.workspace = up(plan.chunk_rows * 4, kAlign) + partials;
+    if (call.top.n > 0)
+      plan.workspace = up(plan.workspace, kAlign) +
+                       topk_lists_bytes(wgmma_schedule(call, shape, call.rows, multiprocessors), call.top.n);
     if (call.draw.wanted) plan.workspace += most_clusters(multiprocessors) * 2 * kWinnerWords * 64 * 8;
   } else {
     const PlainShape shape = plan.path == kFma ? fma_shape() : mma_shape();
@@ -209,6 +220,8 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   require(call.kept.rows == 0 || (call.kept.codes_row % 8 == 0 && call.kept.codes_row >= call.kept.groups * 64 &&
                                   reinterpret_cast<uintptr_t>(call.kept.codes) % 16 == 0),
           "what is kept must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");
+  require(call.top.n == 0 || (plan.path == kRows128 && call.rows <= plan.chunk_rows && !call.entropy),
+          "columns are ranked by the kernels of 128 rows alone, in one launch and without the entropy");
   for (int64_t first = 0; first < call.rows; first += plan.chunk_rows) {
     const int64_t rows = std::min(plan.chunk_rows, call.rows - first);
     if (plan.path == kRows128 || plan.path == kRows64)

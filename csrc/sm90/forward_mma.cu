@@ -1,5 +1,6 @@
 // Any shape and any strides in bf16 and fp16: the same chain by mma.sync, loads element by element. Not made for speed.
 #include "sm90/forward_plain.h"
+#include "sm90/mma_sync.h"
 #include "sm90/plain.cuh"
 
 namespace vocabshard::sm90 {
@@ -9,20 +10,6 @@ namespace {
 constexpr int kRows = 64, kColumns = 64, kDepthStep = 32, kThreads = 128;
 constexpr int kPitch = kDepthStep + 8;  // elements; fragments of a warp fall into different banks
 constexpr int kLogitPitch = kColumns + 1;
-
-template <class Element>
-VS_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
-
-#define VS_MMA(Element, TYPE)                                                                  \
-  template <>                                                                                  \
-  VS_DEVICE void mma<Element>(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                        \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"        \
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));          \
-  }
-VS_MMA(__nv_bfloat16, "bf16")
-VS_MMA(__half, "f16")
 
 // rows x kDepthStep elements from (row0, k0) on, zero outside.
 VS_DEVICE void load_tile(uint16_t* to, const uint16_t* from, int64_t row_stride, int64_t column_stride, int64_t row0,

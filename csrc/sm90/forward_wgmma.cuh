@@ -11,10 +11,11 @@
 #include "sm90/mainloop.cuh"
 #include "sm90/params.h"
 #include "sm90/ptx.h"
+#include "sm90/topk_collect.cuh"
 
 namespace vocabshard::sm90 {
 
-// kDraw: a token of every row is drawn beside.
+// kDraw: a token of every row is drawn beside. kTop, further down: its best columns are listed.
 template <bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 struct SharedLayout {
   static constexpr int kRows = 64 * kMBlocks;
@@ -37,7 +38,20 @@ enum ForwardBarrier : uint32_t {
   kAllDone
 };
 
-template <bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
+template <int kMBlocks, int kGroups>
+VS_DEVICE void leave_out_padding(Accumulator<kMBlocks, kGroups>& acc, int32_t valid, int q) {
+  if (valid >= kGroups * kGroupColumns) return;
+#pragma unroll
+  for (int a = 0; a < kGroups; ++a)
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const bool padding = kGroupColumns * a + 16 * q + j >= valid;
+#pragma unroll
+      for (int r = 0; r < 2 * kMBlocks; ++r) acc.at(r, a, j) = padding ? neg_inf() : acc.at(r, a, j);
+    }
+}
+
+template <bool kEntropy, bool kDraw, bool kTop, int kMBlocks, int kGroups>
 VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, const int4& tile, char* base) {
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   constexpr int kColumns = kGroups * kGroupColumns;
@@ -63,6 +77,11 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   }
   if (work.cap != 0.0f) softcap_all(acc, work.cap);
   if (work.logits != nullptr) store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
+  bool long_lists = false;
+  if constexpr (kTop) {
+    leave_out_padding(acc, valid, q);
+    long_lists = collect(acc, p, tile, warp, lane);
+  }
   if constexpr (kDraw)
     draw_tile(acc, work, p.draw.seed, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), first_row, first_column,
               tile.z, valid, warp, lane);
@@ -82,16 +101,7 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   }
   store_targets(acc, reinterpret_cast<const int32_t*>(base + Layout::kTargets) + tile.w * Layout::kRows, p.target_y,
                 first_row, first_column, valid, warp, lane);
-  if (valid < kColumns) {
-#pragma unroll
-    for (int a = 0; a < kGroups; ++a)
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        const bool padding = kGroupColumns * a + 16 * q + j >= valid;
-#pragma unroll
-        for (int r = 0; r < 2 * kMBlocks; ++r) acc.at(r, a, j) = padding ? neg_inf() : acc.at(r, a, j);
-      }
-  }
+  leave_out_padding(acc, valid, q);
   if (work.kept.codes != nullptr) store_kept(acc, work.kept, tile);
   int64_t* counters = reinterpret_cast<int64_t*>(base + Layout::kCounters) + tile.w * Layout::kPlaceWords +
                       warp * (2 * kMBlocks * Layout::kRowGroupWords) + lane;
@@ -114,6 +124,8 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
     __syncwarp();  // all four lanes have read it
     running = y_max[r];
   }
+  if constexpr (kTop)
+    if (long_lists) shorten_tile<kMBlocks>(p, tile.w, warp, lane);
 }
 
 // Empty partials of one place, and the local columns of its rows' targets.
@@ -157,28 +169,29 @@ VS_DEVICE void store_place(const WgmmaParams& p, const char* base, int place) {
                p.draw.winners + static_cast<int64_t>(blockIdx.x) * (kWinnerWords * Layout::kRows), warp, lane);
 }
 
-template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
+template <class Element, bool kEntropy, bool kDraw, bool kTop, int kMBlocks, int kGroups>
 VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_t count) {
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   const int consumer = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup)) - 1;
   if (consumer < places(p.schedule)) {
     const int32_t unit = first_unit(p.schedule, blockIdx.x / 2) + consumer;
-    start_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, consumer,
-                                                    block_of_unit(p.schedule, unit, ptx::cluster_rank()));
+    const int32_t block = block_of_unit(p.schedule, unit, ptx::cluster_rank());
+    start_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, consumer, block);
+    if constexpr (kTop) start_lists<kMBlocks>(p, consumer, block);
   }
   if (consumer == 1) ptx::barrier_arrive(kEpilogueTurn, 2 * kWarpgroup);
   take_turns<Element, kMBlocks, kGroups, Layout::kRing>(
       p.operands, base, shared, count,
       [&p, base, consumer](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool more) {
         ptx::barrier_sync(kEpilogueTurn + consumer, 2 * kWarpgroup);
-        if (tile.z > 0) finish_tile<kEntropy, kDraw>(acc, p, tile, base);
+        if (tile.z > 0) finish_tile<kEntropy, kDraw, kTop>(acc, p, tile, base);
         if (more) ptx::barrier_arrive(kEpilogueTurn + 1 - consumer, 2 * kWarpgroup);
       });
   ptx::barrier_sync(kAllDone, 2 * kWarpgroup);
   if (consumer < places(p.schedule)) store_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, consumer);
 }
 
-template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
+template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups, bool kTop = false>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     forward_wgmma(const __grid_constant__ WgmmaParams p) {
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
@@ -195,14 +208,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     }
   } else {
     ptx::registers_raise<kConsumerRegisters>();
-    consume<Element, kEntropy, kDraw, kMBlocks, kGroups>(p, base, shared, count);
+    consume<Element, kEntropy, kDraw, kTop, kMBlocks, kGroups>(p, base, shared, count);
   }
   finish_ring();
 }
 
-template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
+template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups, bool kTop = false>
 void launch_one(const WgmmaParams& p, cudaStream_t stream) {
-  const auto kernel = forward_wgmma<Element, kEntropy, kDraw, kMBlocks, kGroups>;
+  const auto kernel = forward_wgmma<Element, kEntropy, kDraw, kMBlocks, kGroups, kTop>;
   constexpr int kBytes = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>::kBytes;
   static OncePerDevice once;
   once([&] {

@@ -19,6 +19,10 @@ void launch_wgmma_fp16(const WgmmaParams& p, int32_t path, bool entropy, cudaStr
 void launch_draw_bf16(const WgmmaParams& p, cudaStream_t stream);
 void launch_draw_fp16(const WgmmaParams& p, cudaStream_t stream);
 
+// 128 rows a block, with p.top.
+void launch_topk_bf16(const WgmmaParams& p, cudaStream_t stream);
+void launch_topk_fp16(const WgmmaParams& p, cudaStream_t stream);
+
 inline void launch_wgmma(const WgmmaParams& p, int32_t path, bool half_precision, bool entropy, cudaStream_t stream) {
   half_precision ? launch_wgmma_fp16(p, path, entropy, stream) : launch_wgmma_bf16(p, path, entropy, stream);
 }

@@ -57,6 +57,14 @@ struct KeptRows {
   int32_t rows, groups;
 };
 
+// The best columns are ranked beside, those of before and these, and those that are better than the target counted.
+struct TopkRows {
+  int32_t n;             // 0: nothing of it
+  const int64_t* place;  // [rows] of the targets (sampling.h), kKeepAll: none
+  int64_t* best;         // [rows, n] places, descending
+  int64_t* before;       // [rows], added to
+};
+
 struct ForwardCall {
   int32_t element;  // of hidden and weight
   int64_t rows, depth, columns;
@@ -79,6 +87,7 @@ struct ForwardCall {
   KeptRows kept;     // by kRows128 and kRows64 alone
   DrawRows draw;     // by kRows64 alone, without a cut, entropy and target_ids
   DrawnRows drawn;   // without records
+  TopkRows top;      // by kRows128 alone, without entropy, in one launch
   int64_t* records;  // [4 or 7, rows], with a draw [6, rows]; null: rows are folded at once, as of a group of one
   FoldRows fold;     // for then
   void* workspace;   // forward_workspace bytes, aligned to 256

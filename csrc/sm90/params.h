@@ -62,6 +62,18 @@ struct DrawWork {
   int64_t* winners;         // [CTAs][2 words][64 rows] (draw.h)
 };
 
+// Where the forward leaves columns that may be among a row's best (topk_collect.cuh). A row group is 8 rows of a warp.
+struct ListState;
+struct TopkLists {
+  int32_t n, limit, capacity;  // entries of a lane's list, after a tile and in it
+  const int64_t* best;         // [rows, n] places, descending: the last is the first bound
+  const int64_t* place;        // [rows], of the targets
+  unsigned long long* before;  // [rows]: the columns that are better are added
+  ListState* states;           // [CTAs][places][4 warps][row groups][32 lanes]
+  int2* lists;                 // [CTAs][places][4 warps][row groups][capacity][32 lanes]: bits of z, local column
+  int2* scratch;               // [CTAs][4 warps][kMostTop]
+};
+
 struct alignas(128) WgmmaParams {
   Operands operands;
   RowWork work;
@@ -69,6 +81,7 @@ struct alignas(128) WgmmaParams {
   float* target_y;    // [rows]: written where the target is a valid column here
   int64_t* partials;  // [clusters][2 CTAs][places of the schedule][record words][rows of a block]
   DrawWork draw;
+  TopkLists top;
 };
 
 }  // namespace vocabshard::sm90

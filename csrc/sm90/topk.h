@@ -27,6 +27,24 @@ struct TopkScan {
 bool topk_scan_fits(int64_t valid, int32_t n);
 void launch_topk_scan(const TopkScan& call, cudaStream_t stream);
 
+// The places of the targets that are columns here, with the bytes that the forward gives their logits; else -2^63.
+struct TopkTarget {
+  int32_t element;  // bf16 or fp16
+  int64_t rows, depth;
+  const void* hidden;
+  int64_t hidden_row;  // column strides are 1, rows begin at multiples of 4 bytes
+  const void* weight;
+  int64_t weight_row;
+  const void* bias;  // or null
+  int32_t bias_element;
+  float softcap;  // 0: none
+  int64_t vocab_start, valid;
+  const int64_t* target_ids;
+  int64_t* place;  // [rows]
+};
+
+void launch_topk_target(const TopkTarget& call, cudaStream_t stream);
+
 // From what all ranks found to the results.
 struct TopkFinish {
   const int64_t* records;  // [parts, 4 or 7, rows], folded in ascending order

@@ -18,6 +18,8 @@ from vocabshard.kernels import cuda_logits, sm90_backward, truncated
 from vocabshard.kernels.cuda_logits import logits_backward, logits_backward_upstream, logits_rows, logits_scores
 from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.kernels.sm90_backward import row_grads
+from vocabshard.kernels.sm90_beside import Operands as TopkOperands
+from vocabshard.kernels.sm90_beside import topk_forward, topk_places
 from vocabshard.kernels.sm90_draw import DRAWN_ROWS, draw_records, draw_rows, fold_draws
 from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
@@ -264,6 +266,7 @@ def logits_forward(
 __all__ = [
     "DRAWN_ROWS",
     "KEPT_ROWS",
+    "TopkOperands",
     "backward",
     "draw_records",
     "draw_rows",
@@ -288,6 +291,8 @@ __all__ = [
     "sampling_rows",
     "topk_finish",
     "topk_fits",
+    "topk_forward",
+    "topk_places",
     "topk_scan",
     "why_not_kept",
 ]
