@@ -21,8 +21,13 @@ SOURCES = [
     for s in sorted((ROOT / "csrc" / "sm90").glob("*.cu"))
     if not s.stem.startswith("logits") or s.stem == "logits_forward_f32_sm80"
 ]
-FUSED = [s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge", "dlogits", "kept"))]
-KERNELS = {"forward_wgmma": 4, "forward_draw": 1, "dlogits_": 2}  # tile shapes, with entropy and without; plain or not
+FUSED = [s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge", "dlogits", "kept", "topk"))]
+KERNELS = {
+    "forward_wgmma": 4,
+    "forward_draw": 1,
+    "forward_topk": 1,
+    "dlogits_": 2,
+}  # tile shapes, with entropy and without; plain or not
 WGMMA = [s for s in SOURCES if s.stem.startswith(tuple(KERNELS))]
 PRODUCTS = [s for s in SOURCES if s.stem.startswith("product_wgmma")]
 

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(32) target_kernel(const __grid_constant__ Topk
   const int64_t id = p.target_ids[row], local = id - p.vocab_start;
   const bool here = local >= 0 && local < p.valid;
   const uint16_t* const h = static_cast<const uint16_t*>(p.hidden) + row * p.hidden_row + 2 * q;
-  const uint16_t* const w = static_cast<const uint16_t*>(p.weight) + (here ? local : 0) * p.weight_row + 2 * q;
+  const uint16_t* const w = here ? static_cast<const uint16_t*>(p.weight) + local * p.weight_row + 2 * q : h;
   float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   int64_t k = 0;
   for (; k + 16 * kSteps <= p.depth; k += 16 * kSteps) {

@@ -70,6 +70,25 @@ def test_a_draw_of_all_columns(ranks: Ranks, step: int) -> None:
             assert_same_bytes(getattr(ours, name), getattr(alone, name), name)
 
 
+@pytest.mark.parametrize("step", [16 * 256, 16 * 640], ids=["uneven", "narrow"])
+def test_the_best_of_many_rows_over_a_group(ranks: Ranks, step: int) -> None:
+    """Rows and columns enough for what a GPU finds beside its forward."""
+    g = torch.Generator().manual_seed(1)
+    columns, dtype = 20000, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    hidden = torch.randn(70, 16, generator=g).to(ranks.device, dtype)
+    weight = torch.randn(columns, 16, generator=g).round().to(ranks.device, dtype)
+    target = torch.randint(0, columns, (70,), generator=g).to(ranks.device)
+    hidden[3] = 0
+    bounds = [min(step * i, columns) for i in range(ranks.world_size)] + [columns]
+    shard = vs.VocabShard(bounds[ranks.rank], bounds[ranks.rank + 1], columns, columns, dist.group.WORLD)
+    alone = vs.linear_logp(hidden, weight, target, topk=20, return_lse=True)
+    ours = vs.linear_logp(hidden, weight[shard.start : shard.stop], target, shard=shard, topk=20, return_lse=True)
+    for name in ("logp", "lse", "top_logp"):
+        assert_same_bytes(getattr(ours, name), getattr(alone, name), name)
+    for name in ("top_ids", "target_rank"):
+        assert torch.equal(getattr(ours, name), getattr(alone, name)), name
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "in parts"])
 def test_gradients_over_a_group(ranks: Ranks, parts: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
