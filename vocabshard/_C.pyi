@@ -327,16 +327,16 @@ def sm90_topk_forward(
     """Records of columns that follow others, the best of both, and the count of better ones; the bytes it takes."""
 
 def sm90_topk_finish(
+    best: int,
+    ranks: int,
+    before: int,
     device: int,
     stream: int,
     records: int,
     parts: int,
     rows: int,
     entropy: bool,
-    best: int,
-    ranks: int,
     n: int,
-    before: int,
     target_ids: int,
     scales: int,
     scale: float,
@@ -347,6 +347,29 @@ def sm90_topk_finish(
     fold: FoldRows,
 ) -> None:
     """Ids and log-probs of the best of all ranks, the target's rank, and its fold."""
+
+def sm90_topk_rows(
+    logits: int,
+    row_stride: int,
+    valid: int,
+    vocab_start: int,
+    device: int,
+    stream: int,
+    records: int,
+    parts: int,
+    rows: int,
+    entropy: bool,
+    n: int,
+    target_ids: int,
+    scales: int,
+    scale: float,
+    cut: int,
+    ids: int,
+    logp: int,
+    rank: int,
+    fold: FoldRows,
+) -> None:
+    """The same at once from logits that are whole rows."""
 
 def sm90_sampling_histogram(
     *,

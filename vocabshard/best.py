@@ -41,17 +41,19 @@ def of_logits(
     """The fold of the gathered records, and the best of a block. A gather or two, and a sum of a word a row."""
     assert call.topk is not None
     rule = (call.ignore_index, call.real_vocab_size, call.invalid)
-    scan, finish = getattr(call.kernel, "topk_scan", None), getattr(call.kernel, "topk_finish", None)
-    if scan is None or finish is None or not call.kernel.topk_fits(call.widest, call.topk):  # the same on every rank
+    module = call.kernel
+    if not hasattr(module, "topk_scan") or not module.topk_fits(call.widest, call.topk):  # the same on every rank
         rows = fold(call.backend, gathered, tokens, *rule)
         places = cuts.best_places(kernel, [block], call.topk, over)
         rank = cuts.rank_of(kernel, [block], tokens, over)
         return rows, _scored(call, gathered, places, rank, scale, cut)
-    place = None if over.alone else cuts.target_places([block], tokens, over)
-    best, before = scan(*block, call.topk, tokens, place)
-    everyone = over.gather([best])
-    rows, ids, logp, rank = finish(gathered, everyone, over.sum([before]), tokens, scale, cut, *rule)
-    return rows, Best(ids, logp, rank)
+    if call.group is None:
+        rows, *top = module.topk_rows(*block, call.topk, gathered, tokens, scale, cut, rule)
+    else:
+        best, before = module.topk_scan(*block, call.topk, tokens, cuts.target_places([block], tokens, over))
+        everyone, before = over.gather([best]), over.sum([before])
+        rows, *top = module.topk_finish(gathered, everyone, before, tokens, scale, cut, rule)
+    return rows, Best(*top)
 
 
 def goes_beside(call: Call, x: LinearOperands) -> bool:
@@ -75,10 +77,8 @@ def beside(call: Call, x: LinearOperands) -> tuple[FoldedRows, Best]:
     gathered = gather_tensors(records, call.group).flatten(0, 1)
     everyone, before = over.gather([best]), over.sum([before])
     rule = (call.ignore_index, call.real_vocab_size, call.invalid)
-    rows, ids, logp, rank = kernel.topk_finish(
-        gathered, everyone, before, x.target_ids, x.inv_temperature, x.cut, *rule
-    )
-    return rows, Best(ids, logp, rank)
+    rows, *top = kernel.topk_finish(gathered, everyone, before, x.target_ids, x.inv_temperature, x.cut, rule)
+    return rows, Best(*top)
 
 
 def _scored(

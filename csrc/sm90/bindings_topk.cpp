@@ -14,19 +14,46 @@ namespace py = pybind11;
 void scan(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, int64_t rows, int64_t valid,
           int64_t vocab_start, int32_t n, uintptr_t target_ids, uintptr_t place, uintptr_t best, uintptr_t before) {
   const OnDevice guard(device);
-  launch_topk_scan({pointer<float>(logits), row_stride, rows, valid, vocab_start, n, pointer<int64_t>(target_ids),
-                    pointer<int64_t>(place), pointer<int64_t>(best), pointer<int64_t>(before)},
-                   as_stream(stream));
+  TopkScan call = {};
+  call.logits = pointer<float>(logits), call.row_stride = row_stride, call.rows = rows, call.valid = valid;
+  call.vocab_start = vocab_start, call.n = n, call.target_ids = pointer<int64_t>(target_ids);
+  call.place = pointer<int64_t>(place), call.best = pointer<int64_t>(best), call.before = pointer<int64_t>(before);
+  launch_topk_scan(call, as_stream(stream));
 }
 
-void finish(int device, uintptr_t stream, uintptr_t records, int64_t parts, int64_t rows, bool entropy, uintptr_t best,
-            int64_t ranks, int32_t n, uintptr_t before, uintptr_t target_ids, uintptr_t scales, float scale,
+TopkFinish finish_call(uintptr_t records, int64_t parts, int64_t rows, bool entropy, int32_t n, uintptr_t target_ids,
+                       uintptr_t scales, float scale, uintptr_t cut, uintptr_t ids, uintptr_t logp, uintptr_t rank,
+                       const FoldRows& fold) {
+  TopkFinish call = {};
+  call.records = pointer<int64_t>(records), call.parts = parts, call.rows = rows, call.entropy = entropy;
+  call.n = n, call.target_ids = pointer<int64_t>(target_ids);
+  call.scales = pointer<float>(scales), call.scale = scale, call.cut = pointer<int64_t>(cut);
+  call.ids = pointer<int64_t>(ids), call.logp = pointer<float>(logp), call.rank = pointer<int64_t>(rank);
+  call.fold = fold;
+  return call;
+}
+
+void finish(uintptr_t best, int64_t ranks, uintptr_t before, int device, uintptr_t stream, uintptr_t records,
+            int64_t parts, int64_t rows, bool entropy, int32_t n, uintptr_t target_ids, uintptr_t scales, float scale,
             uintptr_t cut, uintptr_t ids, uintptr_t logp, uintptr_t rank, const FoldRows& fold) {
   const OnDevice guard(device);
-  launch_topk_finish({pointer<int64_t>(records), parts, rows, entropy, pointer<int64_t>(best), ranks, n,
-                      pointer<int64_t>(before), pointer<int64_t>(target_ids), pointer<float>(scales), scale,
-                      pointer<int64_t>(cut), pointer<int64_t>(ids), pointer<float>(logp), pointer<int64_t>(rank), fold},
-                     as_stream(stream));
+  TopkFinish call =
+      finish_call(records, parts, rows, entropy, n, target_ids, scales, scale, cut, ids, logp, rank, fold);
+  call.best = pointer<int64_t>(best), call.ranks = ranks, call.before = pointer<int64_t>(before);
+  launch_topk_finish(call, as_stream(stream));
+}
+
+void rows(uintptr_t logits, int64_t row_stride, int64_t valid, int64_t vocab_start, int device, uintptr_t stream,
+          uintptr_t records, int64_t parts, int64_t rows, bool entropy, int32_t n, uintptr_t target_ids,
+          uintptr_t scales, float scale, uintptr_t cut, uintptr_t ids, uintptr_t logp, uintptr_t rank,
+          const FoldRows& fold) {
+  const OnDevice guard(device);
+  TopkScan call = {};
+  call.logits = pointer<float>(logits), call.row_stride = row_stride, call.rows = rows, call.valid = valid;
+  call.vocab_start = vocab_start, call.n = n, call.target_ids = pointer<int64_t>(target_ids);
+  call.finishes = true;
+  call.finish = finish_call(records, parts, rows, entropy, n, target_ids, scales, scale, cut, ids, logp, rank, fold);
+  launch_topk_scan(call, as_stream(stream));
 }
 
 void target(int device, uintptr_t stream, int32_t element, int64_t rows, int64_t depth, uintptr_t hidden,
@@ -74,11 +101,16 @@ void register_topk(py::module_& module) {
              py::arg("rows"), py::arg("valid"), py::arg("vocab_start"), py::arg("n"), py::arg("target_ids"),
              py::arg("place"), py::arg("best"), py::arg("before"),
              "The n best places of rows of logits, and how many are larger than the target's.");
-  module.def("sm90_topk_finish", &finish, py::arg("device"), py::arg("stream"), py::arg("records"), py::arg("parts"),
-             py::arg("rows"), py::arg("entropy"), py::arg("best"), py::arg("ranks"), py::arg("n"), py::arg("before"),
+  module.def("sm90_topk_finish", &finish, py::arg("best"), py::arg("ranks"), py::arg("before"), py::arg("device"),
+             py::arg("stream"), py::arg("records"), py::arg("parts"), py::arg("rows"), py::arg("entropy"), py::arg("n"),
              py::arg("target_ids"), py::arg("scales"), py::arg("scale"), py::arg("cut"), py::arg("ids"),
              py::arg("logp"), py::arg("rank"), py::arg("fold"),
              "Ids and log-probs of the best of all ranks, the target's rank, and its fold.");
+  module.def("sm90_topk_rows", &rows, py::arg("logits"), py::arg("row_stride"), py::arg("valid"),
+             py::arg("vocab_start"), py::arg("device"), py::arg("stream"), py::arg("records"), py::arg("parts"),
+             py::arg("rows"), py::arg("entropy"), py::arg("n"), py::arg("target_ids"), py::arg("scales"),
+             py::arg("scale"), py::arg("cut"), py::arg("ids"), py::arg("logp"), py::arg("rank"), py::arg("fold"),
+             "The same at once from logits that are whole rows.");
   module.def("sm90_topk_target", &target, py::arg("device"), py::arg("stream"), py::arg("element"), py::arg("rows"),
              py::arg("depth"), py::arg("hidden"), py::arg("hidden_row"), py::arg("weight"), py::arg("weight_row"),
              py::arg("bias"), py::arg("bias_element"), py::arg("softcap"), py::arg("vocab_start"), py::arg("valid"),

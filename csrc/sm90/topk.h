@@ -12,21 +12,6 @@ namespace vocabshard::sm90 {
 
 constexpr int kMostTop = 128;  // best columns a row
 
-// Over a block of fp32 logits.
-struct TopkScan {
-  const float* logits;  // [rows, ...] before temperature, column stride 1
-  int64_t row_stride, rows, valid, vocab_start;
-  int32_t n;
-  const int64_t* target_ids;  // [rows], or null: nothing is counted
-  const int64_t* place;       // [rows]: the targets' places; null: they are among these columns, or there is none
-  int64_t* best;              // [rows, n] places, descending, filled up with -2^63
-  int64_t* before;            // [rows]: columns here whose places are larger than the target's
-};
-
-// Whether a launch has the memory for it.
-bool topk_scan_fits(int64_t valid, int32_t n);
-void launch_topk_scan(const TopkScan& call, cudaStream_t stream);
-
 // The places of the targets that are columns here, with the bytes that the forward gives their logits; else -2^63.
 struct TopkTarget {
   int32_t element;  // bf16 or fp16
@@ -65,5 +50,22 @@ struct TopkFinish {
 };
 
 void launch_topk_finish(const TopkFinish& call, cudaStream_t stream);
+
+// Over a block of fp32 logits.
+struct TopkScan {
+  const float* logits;  // [rows, ...] before temperature, column stride 1
+  int64_t row_stride, rows, valid, vocab_start;
+  int32_t n;
+  const int64_t* target_ids;  // [rows], or null: nothing is counted
+  const int64_t* place;       // [rows]: the targets' places; null: they are among these columns, or there is none
+  int64_t* best;              // [rows, n] places, descending, filled up with -2^63
+  int64_t* before;            // [rows]: columns here whose places are larger than the target's
+  bool finishes;              // no other rank has columns: the results at once, in place of best and before
+  TopkFinish finish;          // without best, ranks and before
+};
+
+// Whether a launch has the memory for it.
+bool topk_scan_fits(int64_t valid, int32_t n);
+void launch_topk_scan(const TopkScan& call, cudaStream_t stream);
 
 }  // namespace vocabshard::sm90

@@ -8,6 +8,7 @@
 #include "sm90/topk.h"
 #include "sm90/topk_collect.cuh"
 #include "sm90/topk_gather.h"
+#include "sm90/topk_sort.cuh"
 
 namespace vocabshard::sm90 {
 
@@ -16,47 +17,13 @@ namespace {
 constexpr int kThreads = 256, kMostPlaces = 2048, kMostLists = 1024, kListsAtATime = 8;
 
 struct Gather {
-  int64_t places[kMostPlaces], few[kMostPlaces];
-  int64_t maxima[kThreads], sorted[kMostTop];
+  int64_t places[kMostPlaces];
+  Bound<kThreads> bound;
+  TopSort<kThreads> sort;
   int32_t group[kMostLists];
   int32_t length[kMostLists];
-  int64_t bound;
-  int32_t count, few_count, total;
+  int32_t count, total;
 };
-
-// The n best of s.places[0 ... s.count - 1] to s.sorted, descending, filled up with -2^63.
-//
-// n of the groups of threads have a column at least as good as the n-th best of the groups' best: few columns are.
-VS_DEVICE void sort_best(Gather& s, int32_t n) {
-  const auto thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t together = n <= kThreads / 4 ? 4 : 1, groups = kThreads / together;
-  if (thread == 0) s.bound = kKeepAll + 1, s.few_count = 0;
-  if (thread < n) s.sorted[thread] = kKeepAll;
-  int64_t mine = kKeepAll;
-  for (int32_t i = thread; i < s.count; i += kThreads) mine = max(mine, s.places[i]);
-  for (int32_t step = 1; step < together; step *= 2) mine = max(mine, __shfl_xor_sync(~0u, mine, step));
-  if (thread % together == 0) s.maxima[thread / together] = mine;
-  __syncthreads();
-  if (thread < groups) {
-    mine = s.maxima[thread];
-    int32_t larger = 0;
-#pragma unroll 4
-    for (int32_t i = 0; i < groups; ++i) larger += s.maxima[i] > mine;
-    if (larger == n - 1 && mine != kKeepAll) s.bound = mine;
-  }
-  __syncthreads();
-  const int64_t bound = s.bound;
-  for (int32_t i = thread; i < s.count; i += kThreads)
-    if (s.places[i] >= bound) s.few[atomicAdd(&s.few_count, 1)] = s.places[i];
-  __syncthreads();
-  for (int32_t i = thread; i < s.few_count; i += kThreads) {
-    const int64_t place = s.few[i];
-    int32_t larger = 0;
-    for (int32_t j = 0; j < s.few_count; ++j) larger += s.few[j] > place;
-    if (larger < n) s.sorted[larger] = place;
-  }
-  __syncthreads();
-}
 
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const TopkLists top, const Schedule schedule, const RowWork work, int64_t* best) {
@@ -104,13 +71,13 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();
-    sort_best(s, n);
+    sort_best(s.sort, s.bound, s.places, s.count, n);
     if (step == lists) break;
-    for (int32_t i = thread; i < n; i += kThreads) s.places[i] = s.sorted[i];
+    for (int32_t i = thread; i < n; i += kThreads) s.places[i] = s.sort.sorted[i];
     if (thread == 0) s.count = n;
     __syncthreads();
   }
-  for (int32_t i = thread; i < n; i += kThreads) best[int64_t{row} * n + i] = s.sorted[i];
+  for (int32_t i = thread; i < n; i += kThreads) best[int64_t{row} * n + i] = s.sort.sorted[i];
 }
 
 }  // namespace

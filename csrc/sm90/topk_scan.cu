@@ -12,6 +12,8 @@
 #include "sm90/launch.h"
 #include "sm90/ptx.h"
 #include "sm90/topk.h"
+#include "sm90/topk_score.cuh"
+#include "sm90/topk_sort.cuh"
 
 namespace vocabshard::sm90 {
 
@@ -20,17 +22,16 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kMostCtas = 8;
-constexpr int kFewThreads = 128, kManyThreads = 256;
-constexpr int kInFlight = 4;              // chunks of four columns a thread
+constexpr int kFewThreads = 128, kManyThreads = 512;
+constexpr int kInFlight = 5;              // chunks of four columns a thread
 constexpr int64_t kMostList = 20 * 1024;  // places in shared memory
-static_assert(kMostTop <= kFewThreads, "as many threads as columns that are wanted");
 
 template <int kThreads>
 struct Scan {
-  int64_t maxima[kThreads];
-  int64_t sorted[kMostTop];
-  int32_t hot[kMostTop];
-  int64_t bound, target;
+  Bound<kThreads> bound;
+  TopSort<kThreads> sort;
+  Partial record;
+  int64_t target;
   int32_t count;
   unsigned long long before;
 };
@@ -46,19 +47,13 @@ VS_DEVICE float4 load_four(const float* row, int32_t first, int32_t columns, boo
   return v;
 }
 
-// How many of `count` places in shared memory are larger.
-VS_DEVICE int32_t larger_than(int64_t place, const int64_t* places, int32_t count) {
-  int32_t larger = 0;
-#pragma unroll 4
-  for (int32_t i = 0; i < count; ++i) larger += places[i] > place;
-  return larger;
-}
-
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads)
+// kFinishes: the results at once.
+template <int kThreads, bool kFinishes>
+__global__ void __launch_bounds__(kThreads, 1)
     scan_kernel(const __grid_constant__ TopkScan p, int32_t slice, int32_t of_thread) {
   extern __shared__ __align__(16) int64_t list[];
   __shared__ Scan<kThreads> s;
+  constexpr int kTogether = Bound<kThreads>::kTogether;
   const cg::cluster_group cluster = cg::this_cluster();
   const uint32_t rank = cluster.block_rank(), ranks = cluster.num_blocks();
   const int64_t n = blockIdx.x / ranks, first = int64_t{slice} * rank;
@@ -70,6 +65,9 @@ __global__ void __launch_bounds__(kThreads)
   const auto thread = static_cast<int32_t>(threadIdx.x);
   ptx::grid_launch_next();
   ptx::grid_wait();
+  float4 v[kInFlight];
+#pragma unroll
+  for (int i = 0; i < kInFlight; ++i) v[i] = load_four(row, 4 * (thread + i * kThreads), columns, aligned);
   if (thread == 0) {
     int64_t place = kKeepAll;
     if (p.place != nullptr) {
@@ -81,8 +79,9 @@ __global__ void __launch_bounds__(kThreads)
     s.target = place;
     s.count = 0;
     s.before = 0;
-    s.bound = kKeepAll + 1;
   }
+  if (kFinishes && rank == 0 && thread == kThreads - 1)
+    s.record = p.finish.entropy ? merged_record<true>(p.finish, n) : merged_record<false>(p.finish, n);
   __syncthreads();
 
   const bool counts = s.target != kKeepAll;
@@ -93,9 +92,10 @@ __global__ void __launch_bounds__(kThreads)
   const auto tie = static_cast<int32_t>(min(max(target_column, int64_t{0}), int64_t{columns}));
   int32_t best_order = INT32_MIN, best_column = -1, before = 0;
   for (int32_t base = thread; base < chunks; base += kInFlight * kThreads) {
-    float4 v[kInFlight];
+    float4 ahead[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) v[i] = load_four(row, 4 * (base + i * kThreads), columns, aligned);
+    for (int i = 0; i < kInFlight; ++i)
+      ahead[i] = load_four(row, 4 * (base + (kInFlight + i) * kThreads), columns, aligned);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
@@ -106,67 +106,52 @@ __global__ void __launch_bounds__(kThreads)
         if (order > best_order) best_order = order, best_column = column;  // the first of equals
         before += order > target_order || (order == target_order && column < tie);
       }
+      v[i] = ahead[i];
     }
   }
-  const int64_t mine = best_column < 0 ? kKeepAll : place_of(logit_of(best_order), first_id + best_column);
-  s.maxima[thread] = mine;
   before = __reduce_add_sync(~0u, before);
   if (thread % 32 == 0 && before != 0) atomicAdd(&s.before, static_cast<unsigned long long>(before));
-  __syncthreads();
-  const int32_t hot_threads = min(p.n, min(kThreads, chunks));
-  if (mine != kKeepAll) {
-    const int32_t larger = larger_than(mine, s.maxima, kThreads);
-    if (larger < p.n) s.hot[larger] = thread;
-    if (larger == p.n - 1) s.bound = mine;
-  }
-  __syncthreads();
-  const int64_t bound = s.bound;
-  for (int32_t i = thread; i < hot_threads * of_thread; i += kThreads) {
-    const int32_t chunk = s.hot[i / of_thread] + kThreads * (i % of_thread);
-    const float4 v = load_four(row, 4 * chunk, columns, aligned);
-    const float z[4] = {v.x, v.y, v.z, v.w};
+  s.bound.find(best_column < 0 ? kKeepAll : place_of(logit_of(best_order), first_id + best_column), p.n);
+  // again the columns of the groups that reach the bound
+  const int32_t groups = min(p.n, (min(kThreads, chunks) + kTogether - 1) / kTogether),
+                of_group = kTogether * of_thread;
+  for (int32_t i = thread; i < groups * of_group; i += kThreads) {
+    const int32_t at = i % of_group, member = at % kTogether;
+    const int32_t chunk = s.bound.hot[i / of_group] * kTogether + member + kThreads * (at / kTogether);
+    const float4 x = load_four(row, 4 * chunk, columns, aligned);
+    const float z[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int64_t place = place_of(z[j], first_id + 4 * chunk + j);
-      if (4 * chunk + j < columns && place >= bound) list[atomicAdd(&s.count, 1)] = place;
+      if (4 * chunk + j < columns && place >= s.bound.bound) list[atomicAdd(&s.count, 1)] = place;
     }
   }
-  if (thread < p.n) s.sorted[thread] = kKeepAll;
   __syncthreads();
-  for (int32_t i = thread; i < s.count; i += kThreads) {
-    const int32_t larger = larger_than(list[i], list, s.count);
-    if (larger < p.n) s.sorted[larger] = list[i];
-  }
-  cluster.sync();
-  if (rank == 0) {
-    int64_t* const best = p.best + n * p.n;
-    if (ranks == 1) {
-      if (thread < p.n) best[thread] = s.sorted[thread];
-    } else {
+  sort_best(s.sort, s.bound, list, s.count, p.n);
+  if (ranks > 1) {
+    cluster.sync();
+    if (rank == 0) {
       const int32_t all = static_cast<int32_t>(ranks) * p.n;
-      for (int32_t i = thread; i < all; i += kThreads) list[i] = cluster.map_shared_rank(s.sorted, i / p.n)[i % p.n];
-      __syncthreads();
-      int32_t some = 0;
-      for (int32_t i = thread; i < all; i += kThreads) {
-        const bool there = list[i] != kKeepAll;
-        some += there;
-        const int32_t larger = there ? larger_than(list[i], list, all) : p.n;
-        if (larger < p.n) best[larger] = list[i];
-      }
-      some = __reduce_add_sync(~0u, some);
-      if (thread == 0) s.count = 0;
-      __syncthreads();
-      if (thread % 32 == 0) atomicAdd(&s.count, some);
-      __syncthreads();
-      if (thread >= s.count && thread < p.n) best[thread] = kKeepAll;
+      for (int32_t i = thread; i < all; i += kThreads)
+        list[i] = cluster.map_shared_rank(s.sort.sorted, i / p.n)[i % p.n];
+      if (thread > 0 && thread < static_cast<int32_t>(ranks))
+        atomicAdd(&s.before, *cluster.map_shared_rank(&s.before, thread));
     }
-    if (thread == 0 && p.before != nullptr) {
-      int64_t total = 0;
-      for (uint32_t i = 0; i < ranks; ++i) total += static_cast<int64_t>(*cluster.map_shared_rank(&s.before, i));
-      p.before[n] = counts ? total : 0;
-    }
+    cluster.sync();  // a CTA's memory has to stay while another reads it
+    if (rank != 0) return;
+    sort_best(s.sort, s.bound, list, static_cast<int32_t>(ranks) * p.n, p.n);
   }
-  cluster.sync();  // a CTA's memory has to stay while another reads it
+  const auto total = counts ? static_cast<int64_t>(s.before) : 0;
+  if constexpr (kFinishes) {
+    if (thread < p.n) score_place(p.finish, n, s.record, thread, s.sort.sorted[thread]);
+    if (thread == kThreads - 1) {
+      store_rank(p.finish, n, total);
+      p.finish.entropy ? score_target<true>(p.finish, n, s.record) : score_target<false>(p.finish, n, s.record);
+    }
+  } else {
+    if (thread < p.n) p.best[n * p.n + thread] = s.sort.sorted[thread];
+    if (thread == 0) p.before[n] = total;
+  }
 }
 
 struct Shape {
@@ -180,7 +165,7 @@ Shape shape_of(int64_t valid, int32_t n, int ctas, int threads) {
   const int64_t slice = std::max<int64_t>(4, ((valid + ctas - 1) / ctas + 3) / 4 * 4);
   const int64_t of_thread = (slice / 4 + threads - 1) / threads;
   return {threads, ctas, static_cast<int32_t>(slice), static_cast<int32_t>(of_thread),
-          std::max<int64_t>(4 * n * of_thread, int64_t{n} * ctas)};
+          std::max<int64_t>(4 * n * of_thread * (threads / kTopGroups), int64_t{n} * ctas)};
 }
 
 Shape choose_shape(int64_t rows, int64_t valid, int32_t n) {
@@ -192,11 +177,12 @@ Shape choose_shape(int64_t rows, int64_t valid, int32_t n) {
   return shape;
 }
 
-template <int kThreads>
+template <int kThreads, bool kFinishes>
 void launch(const TopkScan& call, const Shape& shape, cudaStream_t stream) {
+  const auto kernel = scan_kernel<kThreads, kFinishes>;
   static OncePerDevice allowed;
-  allowed([] {
-    check(cudaFuncSetAttribute(scan_kernel<kThreads>, cudaFuncAttributeMaxDynamicSharedMemorySize, 8 * kMostList),
+  allowed([kernel] {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 8 * kMostList),
           "shared memory of the best columns");
   });
   cudaLaunchAttribute attributes[2] = {};
@@ -211,7 +197,7 @@ void launch(const TopkScan& call, const Shape& shape, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, scan_kernel<kThreads>, call, shape.slice, shape.of_thread), "best columns");
+  check(cudaLaunchKernelEx(&config, kernel, call, shape.slice, shape.of_thread), "best columns");
 }
 
 }  // namespace
@@ -226,9 +212,9 @@ void launch_topk_scan(const TopkScan& call, cudaStream_t stream) {
   if (call.rows == 0) return;
   const Shape shape = choose_shape(call.rows, call.valid, call.n);
   if (shape.threads == kFewThreads)
-    launch<kFewThreads>(call, shape, stream);
+    call.finishes ? launch<kFewThreads, true>(call, shape, stream) : launch<kFewThreads, false>(call, shape, stream);
   else
-    launch<kManyThreads>(call, shape, stream);
+    call.finishes ? launch<kManyThreads, true>(call, shape, stream) : launch<kManyThreads, false>(call, shape, stream);
 }
 
 }  // namespace vocabshard::sm90

@@ -34,7 +34,7 @@ from vocabshard.kernels.sm90_sampling import (
     sampling_maxima,
     sampling_rows,
 )
-from vocabshard.kernels.sm90_topk import topk_finish, topk_fits, topk_scan
+from vocabshard.kernels.sm90_topk import topk_finish, topk_fits, topk_rows, topk_scan
 from vocabshard.partials import FoldedRows, new_records, target_logits
 
 check_constants(_C.contract())
@@ -293,6 +293,7 @@ __all__ = [
     "topk_fits",
     "topk_forward",
     "topk_places",
+    "topk_rows",
     "topk_scan",
     "why_not_kept",
 ]

@@ -5,6 +5,8 @@ Everything is enqueued on the caller's stream, without a synchronisation. A plac
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,15 @@ def topk_scan(
     return best, before
 
 
+class Top(NamedTuple):
+    """What comes of a row's records and its best places."""
+
+    rows: FoldedRows
+    ids: Tensor  # int64 [N, n], -1 where there are fewer columns
+    logp: Tensor  # fp32 [N, n]
+    rank: Tensor  # int64 [N], of the target, from 1; 0 where it is no column
+
+
 def topk_finish(
     records: Tensor,
     best: Tensor,
@@ -53,40 +64,68 @@ def topk_finish(
     target_ids: Tensor,
     scale: float | Tensor | None,
     cut: Tensor | None,
-    ignore_index: int,
-    real_vocab_size: int,
-    invalid: str,
-) -> tuple[FoldedRows, Tensor, Tensor, Tensor]:
-    """The fold of records [parts, R, N], and of best [W, N, n] and before [N]: ids int64 [N, n], log-probs, ranks."""
-    records, best = records.contiguous(), best.contiguous()
-    device, (ranks, rows, n), (parts, words, _) = records.device, best.shape, records.shape
-    folded = _new_rows(rows, words > 4, device)
-    ids, logp = torch.empty(rows, n, dtype=I64, device=device), torch.empty(rows, n, device=device)
-    rank = torch.empty(rows, dtype=I64, device=device)
+    rule: tuple[int, int, str],
+) -> Top:
+    """The fold of records [parts, R, N], and of best [W, N, n] and before [N]."""
+    best = best.contiguous()
+    records = records.contiguous()
+    top, given = _start(records, best.shape[2], target_ids, scale, cut, rule)
+    _C.sm90_topk_finish(best.data_ptr(), best.shape[0], before.data_ptr(), *given)
+    return top
+
+
+def topk_rows(
+    logits: Tensor,
+    problem: LocalProblem,
+    n: int,
+    records: Tensor,
+    target_ids: Tensor,
+    scale: float | Tensor | None,
+    cut: Tensor | None,
+    rule: tuple[int, int, str],
+) -> Top:
+    """topk_scan and topk_finish in one launch, of rows that are whole here; records [1, R, N]."""
+    records = records.contiguous()
+    top, given = _start(records, n, target_ids, scale, cut, rule)
+    _C.sm90_topk_rows(logits.data_ptr(), logits.stride(0), problem.valid, problem.vocab_start, *given)
+    return top
+
+
+def _start(
+    records: Tensor,
+    n: int,
+    target_ids: Tensor,
+    scale: float | Tensor | None,
+    cut: Tensor | None,
+    rule: tuple[int, int, str],
+) -> tuple[Top, tuple[Any, ...]]:
+    """Room for the results, and the arguments that both launches begin with."""
+    device, (parts, words, rows) = records.device, records.shape
+    top = Top(
+        _new_rows(rows, words > 4, device),
+        torch.empty(rows, n, dtype=I64, device=device),
+        torch.empty(rows, n, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=I64, device=device),
+    )
     per_row, one = (scale.data_ptr(), 1.0) if isinstance(scale, Tensor) else (0, 1.0 if scale is None else scale)
-    _C.sm90_topk_finish(
+    outs = [0 if x is None else x.data_ptr() for x in top.rows]
+    return top, (
         device.index,
         torch._C._cuda_getCurrentRawStream(device.index),
         records.data_ptr(),
         parts,
         rows,
         words > 4,
-        best.data_ptr(),
-        ranks,
         n,
-        before.data_ptr(),
         target_ids.data_ptr(),
         per_row,
         one,
         0 if cut is None else cut.data_ptr(),
-        ids.data_ptr(),
-        logp.data_ptr(),
-        rank.data_ptr(),
-        _C.FoldRows(
-            ignore_index, real_vocab_size, invalid == "nan", *[0 if x is None else x.data_ptr() for x in folded]
-        ),
+        top.ids.data_ptr(),
+        top.logp.data_ptr(),
+        top.rank.data_ptr(),
+        _C.FoldRows(rule[0], rule[1], rule[2] == "nan", *outs),
     )
-    return folded, ids, logp, rank
 
 
 def _new_rows(rows: int, entropy: bool, device: torch.device) -> FoldedRows:
