@@ -11,10 +11,10 @@ from torch import Tensor
 from vocabshard import cuts
 from vocabshard import sampling as S
 from vocabshard.cuts import Block, Over
-from vocabshard.dist.fold import fold, set_targets
+from vocabshard.dist.fold import fold_scores, set_targets
 from vocabshard.dist.gather import gather_tensors
 from vocabshard.kernels import sampling_torch
-from vocabshard.partials import FoldedRows
+from vocabshard.partials import Scores
 from vocabshard.passes import Call, LinearOperands
 
 BESIDE_ROWS = 4096  # of a launch of the fused forward
@@ -37,13 +37,13 @@ def of_logits(
     scale: float | Tensor | None,
     cut: Tensor | None,
     over: Over,
-) -> tuple[FoldedRows, Best]:
+) -> tuple[Scores, Best]:
     """The fold of the gathered records, and the best of a block. A gather or two, and a sum of a word a row."""
     assert call.topk is not None
     rule = (call.ignore_index, call.real_vocab_size, call.invalid)
     module = call.kernel
     if not hasattr(module, "topk_scan") or not module.topk_fits(call.widest, call.topk):  # the same on every rank
-        rows = fold(call.backend, gathered, tokens, *rule)
+        rows = fold_scores(call.backend, gathered, tokens, *rule)
         places = cuts.best_places(kernel, [block], call.topk, over)
         rank = cuts.rank_of(kernel, [block], tokens, over)
         return rows, _scored(call, gathered, places, rank, scale, cut)
@@ -66,7 +66,7 @@ def goes_beside(call: Call, x: LinearOperands) -> bool:
     return not finds and half and x.target_ids.shape[0] > 64 and kernel.topk_fits(call.widest, n)
 
 
-def beside(call: Call, x: LinearOperands) -> tuple[FoldedRows, Best]:
+def beside(call: Call, x: LinearOperands) -> tuple[Scores, Best]:
     """The folded rows and their best. Two gathers, a sum of a word a row, and the records'."""
     assert call.topk is not None
     over, kernel = Over(call.group), call.kernel
@@ -90,6 +90,6 @@ def _scored(
     y = torch.where(kept, sampling_torch.scaled(z, scale), float("-inf"))
     many = set_targets(call.backend, gathered, y)
     ids = torch.where(some, ids, -1)
-    scored = fold(call.backend, many, torch.where(some, ids, 0).reshape(-1), -1, call.real_vocab_size, "nan")
+    scored = fold_scores(call.backend, many, torch.where(some, ids, 0).reshape(-1), -1, call.real_vocab_size, "nan")
     logp = torch.where(some, scored.logp.view(ids.shape), float("-inf"))
     return Best(ids, logp, rank)

@@ -154,8 +154,7 @@ def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
     if call.topk is None:
         rows = fold_scores(call.backend, gathered, tokens, call.ignore_index, call.real_vocab_size, call.invalid)
     else:
-        folded, best = of_logits(call, kernel, blocks[0], gathered, tokens, x.inv_temperature, cut, over)
-        rows = Scores(*folded[:3])
+        rows, best = of_logits(call, kernel, blocks[0], gathered, tokens, x.inv_temperature, cut, over)
     return Sampled(rows, cut, tokens, best, logits if call.want_logits else None)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vocabshard import _C
 from vocabshard.kernels.problem import LocalProblem
-from vocabshard.partials import FoldedRows
+from vocabshard.partials import Scores
 
 I64 = torch.int64
 
@@ -51,7 +51,7 @@ def topk_scan(
 class Top(NamedTuple):
     """What comes of a row's records and its best places."""
 
-    rows: FoldedRows
+    rows: Scores
     ids: Tensor  # int64 [N, n], -1 where there are fewer columns
     logp: Tensor  # fp32 [N, n]
     rank: Tensor  # int64 [N], of the target, from 1; 0 where it is no column
@@ -101,14 +101,16 @@ def _start(
 ) -> tuple[Top, tuple[Any, ...]]:
     """Room for the results, and the arguments that both launches begin with."""
     device, (parts, words, rows) = records.device, records.shape
+    logp = torch.empty(rows, dtype=torch.float32, device=device)
+    scores = Scores(logp, torch.empty_like(logp), torch.empty_like(logp) if words > 4 else None)
     top = Top(
-        _new_rows(rows, words > 4, device),
+        scores,
         torch.empty(rows, n, dtype=I64, device=device),
         torch.empty(rows, n, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=I64, device=device),
     )
     per_row, one = (scale.data_ptr(), 1.0) if isinstance(scale, Tensor) else (0, 1.0 if scale is None else scale)
-    outs = [0 if x is None else x.data_ptr() for x in top.rows]
+    logp_at, lse_at, entropy_at = (0 if x is None else x.data_ptr() for x in scores)
     return top, (
         device.index,
         torch._C._cuda_getCurrentRawStream(device.index),
@@ -124,12 +126,5 @@ def _start(
         top.ids.data_ptr(),
         top.logp.data_ptr(),
         top.rank.data_ptr(),
-        _C.FoldRows(rule[0], rule[1], rule[2] == "nan", *outs),
+        _C.FoldRows(rule[0], rule[1], rule[2] == "nan", logp_at, lse_at, entropy_at, 0, 0, 0),
     )
-
-
-def _new_rows(rows: int, entropy: bool, device: torch.device) -> FoldedRows:
-    def new(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(rows, dtype=dtype, device=device)
-
-    return FoldedRows(new(), new(), new() if entropy else None, new(torch.int32), new(), new())
