@@ -23,7 +23,7 @@ namespace cg = cooperative_groups;
 
 constexpr int kMostCtas = 8;
 constexpr int kFewThreads = 128, kManyThreads = 512;
-constexpr int kInFlight = 5;              // chunks of four columns a thread
+constexpr int kInFlight = 4;              // chunks of four columns a thread
 constexpr int64_t kMostList = 20 * 1024;  // places in shared memory
 
 template <int kThreads>
@@ -49,7 +49,7 @@ VS_DEVICE float4 load_four(const float* row, int32_t first, int32_t columns, boo
 
 // kFinishes: the results at once.
 template <int kThreads, bool kFinishes>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     scan_kernel(const __grid_constant__ TopkScan p, int32_t slice, int32_t of_thread) {
   extern __shared__ __align__(16) int64_t list[];
   __shared__ Scan<kThreads> s;
@@ -171,7 +171,7 @@ Shape shape_of(int64_t valid, int32_t n, int ctas, int threads) {
 Shape choose_shape(int64_t rows, int64_t valid, int32_t n) {
   const int many = multiprocessor_count();
   int ctas = 1;
-  while (ctas < kMostCtas && ctas * rows < 2 * many && valid / ctas > 4096) ctas *= 2;
+  while (ctas < kMostCtas && ctas * rows <= many && valid / ctas > 4096) ctas *= 2;  // two a multiprocessor
   Shape shape = shape_of(valid, n, ctas, rows * ctas >= 8 * many && valid / ctas <= 16384 ? kFewThreads : kManyThreads);
   while (shape.list > kMostList && shape.ctas < kMostCtas) shape = shape_of(valid, n, 2 * shape.ctas, kManyThreads);
   return shape;
