@@ -24,7 +24,7 @@ namespace cg = cooperative_groups;
 constexpr int kMostCtas = 8;
 constexpr int kFewThreads = 128, kManyThreads = 512;
 constexpr int kInFlight = 4;              // chunks of four columns a thread
-constexpr int64_t kMostList = 20 * 1024;  // places in shared memory
+constexpr int64_t kMostList = 27 * 1024;  // places in shared memory
 
 template <int kThreads>
 struct Scan {
