@@ -80,7 +80,7 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   bool long_lists = false;
   if constexpr (kTop) {
     leave_out_padding(acc, valid, q);
-    long_lists = collect(acc, p, tile, warp, lane);
+    long_lists = collect(acc, p, tile.w, first_row, first_column, warp, lane);
   }
   if constexpr (kDraw)
     draw_tile(acc, work, p.draw.seed, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), first_row, first_column,

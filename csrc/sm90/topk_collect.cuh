@@ -120,9 +120,9 @@ VS_DEVICE void start_lists(const WgmmaParams& p, int place, int32_t block) {
 
 // z of a tile before any cut and temperature, -inf in padding. Returns whether a list of the warp is long now.
 template <int kMBlocks, int kGroups>
-VS_DEVICE bool collect(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, const int4& tile, int warp,
-                       int lane) {
-  const int64_t first_id = p.work.vocab_start + int64_t{tile.y} * kGroupColumns;
+VS_DEVICE bool collect(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, int place, int32_t first_row,
+                       int32_t first_column, int warp, int lane) {
+  const int64_t first_id = p.work.vocab_start + first_column;
   bool grown = false;
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
@@ -133,7 +133,7 @@ VS_DEVICE bool collect(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p
 #pragma unroll
       for (int j = 0; j < 16; ++j) z_max = ptx::max_nan(z_max, acc.at(r, a, j));
 
-    const int64_t group = list_group<kMBlocks>(p, tile.w, warp, r);
+    const int64_t group = list_group<kMBlocks>(p, place, warp, r);
     ListState* const kept = p.top.states + group * 32 + lane;
     {
       const ListState state = *kept;
@@ -144,7 +144,6 @@ VS_DEVICE bool collect(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p
       if (__any_sync(~0u, any)) {
         int2* const lists = p.top.lists + group * (32 * int64_t{p.top.capacity});
         int2* to = lists + state.count * 32 + lane;
-        const int32_t first_column = tile.y * kGroupColumns + lane % 4 * 16;
 #pragma unroll
         for (int a = 0; a < kGroups; ++a)
 #pragma unroll
@@ -154,14 +153,14 @@ VS_DEVICE bool collect(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p
                 "@p st.global.b32 [%0], %1;\n@p st.global.b32 [%0 + 4], %4;\n@p add.s64 %0, %0, 256;\n}"
                 : "+l"(to)
                 : "f"(acc.at(r, a, j)), "r"(static_cast<int>(any)), "f"(above),
-                  "r"(first_column + kGroupColumns * a + j)
+                  "r"(first_column + lane % 4 * 16 + kGroupColumns * a + j)
                 : "memory");
         const auto count = static_cast<int32_t>((to - (lists + lane)) / 32);
         if (count != state.count) kept->count = count;
         grown |= count > p.top.limit;
       }
     }
-    const int32_t row = tile.x * (64 * kMBlocks) + row_of(r, warp, lane);
+    const int32_t row = first_row + row_of(r, warp, lane);
     const int64_t target = row < p.work.rows ? p.top.place[row] : kKeepAll;
     const Threshold of_target = threshold_of(target, first_id);
     const bool counts = target != kKeepAll && !(z_max <= of_target.before);
