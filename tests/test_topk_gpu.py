@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vocabshard as vs
-from vocabshard import LogpOutput
+from vocabshard import LogpOutput, best
 from vocabshard import sampling as S
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.testing.compare import assert_same_bytes
@@ -56,8 +56,8 @@ def test_a_scan_of_logits(rows: int, columns: int, kind: str) -> None:
     own = S.place_of(z.gather(1, (target - 32).clamp(0, columns - 1)[:, None])[:, 0], target)
     want = torch.where(here, sampling_torch.sampling_before(z, problem, own), 0)
     for n in (1, 20, 128):
-        best, before = sm90.topk_scan(z, problem, n, target)
-        assert_same_bytes(best, sampling_torch.sampling_best(z, problem, n), f"best {n}")
+        found, before = sm90.topk_scan(z, problem, n, target)
+        assert_same_bytes(found, sampling_torch.sampling_best(z, problem, n), f"best {n}")
         assert_same_bytes(before, want, f"before {n}")
     other = S.place_of(torch.randn(rows, generator=generator(), device="cuda"), target * 0 + 7)
     _, before = sm90.topk_scan(z, problem, 20, target, other)
@@ -110,7 +110,8 @@ def inputs(rows: int, depth: int, columns: int, kind: str) -> tuple[Tensor, Tens
         (600, 64, 50257, "ascending"), (130, 64, 50257, "descending"), (4200, 64, 20000, "ties"),
     ],
 )  # fmt: skip
-def test_a_call(rows: int, depth: int, columns: int, kind: str) -> None:
+def test_a_call(rows: int, depth: int, columns: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best, "BESIDE_FROM", 65)  # one block of rows, and clusters that share rows, too
     hidden, weight, bias, target = inputs(rows, depth, columns, kind)
     scale = torch.rand(rows, generator=generator(), device="cuda") + 0.5
     for n in (1, 20, 100):
@@ -125,7 +126,8 @@ def test_a_call(rows: int, depth: int, columns: int, kind: str) -> None:
     )
 
 
-def test_programs_and_cuts() -> None:
+def test_programs_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best, "BESIDE_FROM", 65)
     program = vs.SamplingProgram.of(temperature=0.9, min_p=0.005, top_k=60, top_p=0.95)
     hidden, weight, bias, target = inputs(200, 128, 30000, "plain")
     for rows in (8, 200):

@@ -18,6 +18,7 @@ from vocabshard.partials import Scores
 from vocabshard.passes import Call, LinearOperands
 
 BESIDE_ROWS = 4096  # of a launch of the fused forward
+BESIDE_FROM, BESIDE_MOST = 257, 100  # rows; best columns: else logits are faster
 
 
 class Best(NamedTuple):
@@ -63,7 +64,8 @@ def goes_beside(call: Call, x: LinearOperands) -> bool:
         return False
     finds = x.cut is None and call.sampling is not None and call.sampling.truncates
     half = x.hidden.dtype in (torch.bfloat16, torch.float16) and x.hidden.shape[1] % 8 == 0
-    return not finds and half and x.target_ids.shape[0] > 64 and kernel.topk_fits(call.widest, n)
+    many = x.target_ids.shape[0] >= max(BESIDE_FROM, 65) and n <= BESIDE_MOST
+    return not finds and half and many and kernel.topk_fits(call.widest, n)
 
 
 def beside(call: Call, x: LinearOperands) -> tuple[Scores, Best]:
