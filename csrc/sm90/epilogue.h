@@ -80,28 +80,32 @@ VS_DEVICE void add_bias(Accumulator<kMBlocks, kGroups>& acc, const float* bias, 
     }
 }
 
+// Lanes that differ in bit kLane change places with blocks of four that differ in bit kBlock.
+template <int kBlock, int kLane>
+VS_DEVICE void exchange_blocks(float (&x)[16], int lane) {
+  const bool upper = (lane & kLane) != 0;
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    if (j / 4 & kBlock) continue;
+    const float low = x[j], high = x[j + 4 * kBlock];
+    const float got = __shfl_xor_sync(~0u, upper ? low : high, kLane);
+    x[j] = upper ? got : low;
+    x[j + 4 * kBlock] = upper ? high : got;
+  }
+}
+
 // A group that came as it lies: lane q holds columns 8 i + 2 q + e at j = 2 i + e, and is to hold 16 q + j. In blocks
 // of four columns (i / 2 the block, i % 2 and e inside) lane and block change places: a transposition within the quad.
 template <int kMBlocks, int kGroups>
 VS_DEVICE void exchange_tail(Accumulator<kMBlocks, kGroups>& acc, int a, int lane) {
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-      const bool upper = (lane & bit) != 0;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        if (j / 4 & bit) continue;
-        const float low = acc.at(r, a, j), high = acc.at(r, a, j + 4 * bit);
-        const float got = __shfl_xor_sync(~0u, upper ? low : high, bit);
-        acc.at(r, a, j) = upper ? got : low;
-        acc.at(r, a, j + 4 * bit) = upper ? high : got;
-      }
-    }
-    // now block s holds what lane s had: columns 16 q + 2 s + e, and 8 further on
     float x[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) x[j] = acc.at(r, a, j);
+    exchange_blocks<1, 1>(x, lane);
+    exchange_blocks<2, 2>(x, lane);
+    // now block s holds what lane s had: columns 16 q + 2 s + e, and 8 further on
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       float& to = acc.at(r, a, 8 * (j / 2 % 2) + 2 * (j / 4) + j % 2);
@@ -146,30 +150,39 @@ VS_DEVICE void softcap_all(Accumulator<kMBlocks, kGroups>& acc, float cap) {
   }
 }
 
-// Before temperature; -inf in padding. `columns` is what exists from the tile's first column on.
+// Before temperature; -inf in padding. `columns` is what exists from the tile's first column on. Eight lanes exchange
+// what they own of two rows, so that a store writes whole lines: 32 columns of each of four rows.
 template <int kMBlocks, int kGroups>
 VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, int32_t first_row,
                             int64_t first_column, int32_t columns, int32_t valid, int warp, int lane) {
-  const int q = lane % 4;
-  const bool whole = valid >= kGroups * kGroupColumns && work.logits_stride % 4 == 0 &&
-                     reinterpret_cast<uintptr_t>(work.logits) % 16 == 0;
+  const bool aligned = work.logits_stride % 4 == 0 && reinterpret_cast<uintptr_t>(work.logits) % 16 == 0;
+  const int32_t own_column = lane % 8 * 4;
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
-    const int32_t row = first_row + row_of(r, warp, lane);
-    if (row >= work.rows) continue;
-    float* out = work.logits + row * work.logits_stride + first_column + 16 * q;
+    const int32_t row = first_row + row_of(r, warp, lane & ~4);  // and the next one
+    if (ptx::uniform(row) >= work.rows) continue;
+    float* out = work.logits + row * work.logits_stride + first_column;
 #pragma unroll
     for (int a = 0; a < kGroups; ++a) {
-      if (whole) {
+      if (kGroupColumns * a >= columns) continue;
+      float x[16];
 #pragma unroll
-        for (int j = 0; j < 16; j += 4)
-          *reinterpret_cast<float4*>(out + kGroupColumns * a + j) =
-              make_float4(acc.at(r, a, j), acc.at(r, a, j + 1), acc.at(r, a, j + 2), acc.at(r, a, j + 3));
-      } else {
+      for (int j = 0; j < 16; ++j) x[j] = acc.at(r, a, j);
+      exchange_blocks<1, 1>(x, lane);
+      exchange_blocks<2, 2>(x, lane);
+      exchange_blocks<1, 4>(x, lane);
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-          const int32_t column = kGroupColumns * a + 16 * q + j;
-          if (column < columns) out[kGroupColumns * a + j] = column < valid ? acc.at(r, a, j) : neg_inf();
+      for (int b = 0; b < 4; ++b) {
+        if (row + b % 2 >= work.rows) continue;
+        const int32_t column = kGroupColumns * a + 32 * (b / 2) + own_column;
+        float* to = out + b % 2 * work.logits_stride + column;
+        if (aligned && column + 4 <= valid) {
+          *reinterpret_cast<float4*>(to) = make_float4(x[4 * b], x[4 * b + 1], x[4 * b + 2], x[4 * b + 3]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (column + j < columns) to[j] = column + j < valid ? x[4 * b + j] : neg_inf();
+          }
         }
       }
     }
