@@ -220,8 +220,10 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   require(call.kept.rows == 0 || (call.kept.codes_row % 8 == 0 && call.kept.codes_row >= call.kept.groups * 64 &&
                                   reinterpret_cast<uintptr_t>(call.kept.codes) % 16 == 0),
           "what is kept must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");
-  require(call.top.n == 0 || (plan.path == kRows128 && call.rows <= plan.chunk_rows && !call.entropy),
-          "columns are ranked by the kernels of 128 rows alone, in one launch and without the entropy");
+  require(
+      call.top.n == 0 || (plan.path == kRows128 && call.rows <= plan.chunk_rows && !call.entropy &&
+                          call.logits == nullptr && call.kept.rows == 0),
+      "columns are ranked by the kernels of 128 rows alone, in one launch, with no entropy, logits or what is kept");
   for (int64_t first = 0; first < call.rows; first += plan.chunk_rows) {
     const int64_t rows = std::min(plan.chunk_rows, call.rows - first);
     if (plan.path == kRows128 || plan.path == kRows64)

@@ -76,11 +76,12 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
     add_bias(acc, bias, lane);
   }
   if (work.cap != 0.0f) softcap_all(acc, work.cap);
-  if (work.logits != nullptr) store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
   bool long_lists = false;
-  if constexpr (kTop) {
+  if constexpr (kTop) {  // in place of logits, and of what is kept
     leave_out_padding(acc, valid, q);
     long_lists = collect(acc, p, tile.w, first_row, first_column, warp, lane);
+  } else if (work.logits != nullptr) {
+    store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
   }
   if constexpr (kDraw)
     draw_tile(acc, work, p.draw.seed, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), first_row, first_column,
@@ -102,7 +103,8 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   store_targets(acc, reinterpret_cast<const int32_t*>(base + Layout::kTargets) + tile.w * Layout::kRows, p.target_y,
                 first_row, first_column, valid, warp, lane);
   leave_out_padding(acc, valid, q);
-  if (work.kept.codes != nullptr) store_kept(acc, work.kept, tile);
+  if constexpr (!kTop)
+    if (work.kept.codes != nullptr) store_kept(acc, work.kept, tile);
   int64_t* counters = reinterpret_cast<int64_t*>(base + Layout::kCounters) + tile.w * Layout::kPlaceWords +
                       warp * (2 * kMBlocks * Layout::kRowGroupWords) + lane;
   float* maxima = reinterpret_cast<float*>(base + Layout::kMaxima) + tile.w * Layout::kRows;
