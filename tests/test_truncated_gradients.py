@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from vocabshard.kernels.problem import GradPlan, LocalProblem, Needs, RowGrads, 
 from vocabshard.testing.compare import assert_same_bytes
 from vocabshard.testing.dlogits import dlogits
 
+CSRC = Path(__file__).parent.parent / "csrc"
 INF, NAN = float("inf"), float("nan")
 PROGRAM = vs.SamplingProgram.of(top_k=7)  # what goes with a cut that was made otherwise
 NAMES = ("hidden", "weight", "bias")
@@ -242,3 +246,56 @@ def test_kept_logits(on, budget: float) -> None:
         assert error(g, e) <= max(1.02 * error(w, e), floor * float(e.norm())), name
     for g in got[1:]:
         assert g is not None and not g[case.never].any()
+
+
+SELECT = r"""
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include "sm90/lane_cut.h"
+using namespace vocabshard;
+
+int main() {
+  const float inf = HUGE_VALF, some[] = {0.0f, -0.0f, 1e-45f, -1e-45f, 2e-45f, 0x1p-126f, -0x1p-126f, 1.0f,
+                                         nextafterf(1.0f, 2.0f), nextafterf(1.0f, 0.0f), -1.0f, nextafterf(-1.0f, 0.0f),
+                                         nextafterf(-1.0f, -2.0f), 0x1.fffffep127f, -0x1.fffffep127f, inf, -inf, NAN};
+  const int count = sizeof(some) / sizeof(some[0]);
+  long left = 0;
+  for (float logit : some)
+    for (int64_t first : {0L, 4800L, 2147480000L})
+      for (int64_t id = first - 3; id < first + 210; ++id) {
+        if (id < 0) continue;
+        const int64_t cuts[] = {place_of(logit, id), place_of(logit, kEveryTie), kKeepAll};
+        for (int64_t cut : cuts)
+          for (int round = 0; round < 4; ++round) {
+            float z[3][16];
+            bool out[3][16];
+            for (int i = 0; i < 48; ++i) {
+              float& x = z[i / 16][i % 16] = round == 0 ? logit : some[std::rand() % count];
+              left += out[i / 16][i % 16] =
+                  is_cut(x, first + 64 * (i / 16) + i % 16, cut_logit(cut), cut_tie(cut));
+            }
+            float got[3][16];
+            for (int i = 0; i < 48; ++i) got[i / 16][i % 16] = z[i / 16][i % 16];
+            sm90::leave_out<3>(sm90::lane_cut(cut, first), [&](int a, int j) -> float& { return got[a][j]; });
+            for (int i = 0; i < 48; ++i) {
+              const float want = out[i / 16][i % 16] ? neg_inf() : z[i / 16][i % 16];
+              if (bits(want) != bits(got[i / 16][i % 16]))
+                return std::printf("%a under %a, column %d\n", z[i / 16][i % 16], logit, i), 1;
+            }
+          }
+      }
+  return left > 100000 ? 0 : (std::puts("too few"), 1);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no c++ on PATH")
+def test_a_lanes_select_is_that_of_each_column(tmp_path: Path) -> None:
+    source, program = tmp_path / "select.cpp", tmp_path / "select"
+    source.write_text(SELECT)
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{CSRC}"]
+    subprocess.run(["c++", *options, str(source), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -8,6 +8,7 @@
 #include "sm90/check.h"
 #include "sm90/dlogits_params.h"
 #include "sm90/epilogue.h"
+#include "sm90/lane_cut.h"
 #include "sm90/mainloop.cuh"
 
 namespace vocabshard::sm90 {
@@ -188,9 +189,6 @@ VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const Dlogits
     softcap_all(acc, p.cap);
     inverse_cap = div(1.0f, p.cap);
   }
-  // as the forward did; of -inf the gradient is 0
-  if (!kPlain && p.cut != nullptr)
-    leave_out(acc, p, first_row, first_column, ptx::thread() / 32 % 4, ptx::thread() % 32);
 
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
@@ -199,6 +197,10 @@ VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const Dlogits
     const int32_t warp_row = first_row + row_of(r, ptx::thread() / 32 % 4, 0), n = warp_row + lane / 4;
     const DlogitsRow* at = p.row_terms + min(n, p.rows - 1);
     const DlogitsRow row = load_row(at);
+    // as the forward did; of -inf the gradient is 0
+    if (!kPlain && p.cut != nullptr)
+      leave_out<kGroups>(lane_cut(p.cut[min(n, p.rows - 1)], p.vocab_start + first_column + 16 * q),
+                         [&](int a, int j) -> float& { return acc.at(r, a, j); });
     const uint32_t keep = n < p.rows ? row.keep : 0;
     const int32_t target = row.target < 0 ? -1 : row.target - p.first_column - first_column - 16 * q;
     uint16_t* out = static_cast<uint16_t*>(p.out) + warp_row * p.out_row + first_column;

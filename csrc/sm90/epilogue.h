@@ -189,11 +189,10 @@ VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& 
   }
 }
 
-// Columns beyond their row's cut become -inf; before temperature, NaN stays. `work` has cut, rows and vocab_start, from
-// which first_column counts.
-template <int kMBlocks, int kGroups, class Work>
-VS_DEVICE void leave_out(Accumulator<kMBlocks, kGroups>& acc, const Work& work, int32_t first_row, int64_t first_column,
-                         int warp, int lane) {
+// Columns beyond their row's cut become -inf; before temperature, NaN stays.
+template <int kMBlocks, int kGroups>
+VS_DEVICE void leave_out(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, int32_t first_row,
+                         int64_t first_column, int warp, int lane) {
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
     const int64_t cut = work.cut[min(first_row + row_of(r, warp, lane), work.rows - 1)];
