@@ -88,8 +88,9 @@ def patch_lm_head(
     num_items_in_batch are those of transformers' loss. logits_to_keep, output_router_logits, return_dict=False and a
     loss function of the model's own are refused with labels, and so is a head that LoRA adapts.
 
-    Returns: the model. Collectives of a call: those of `linear_logp`; with whole weights that need a gradient one
-    all-gather of it more. Raises: TypeError, ValueError, NotImplementedError, naming what is not supported.
+    Returns: the model. Collectives of a call: those of `linear_logp`; where it validates one agreement more, before the
+    backbone; with whole weights that need a gradient one all-gather of it. Raises: TypeError, ValueError,
+    NotImplementedError, naming what is not supported.
     """
     causal = _causal_lm(model)
     unknown = sorted(set(options) - _OPTIONS)

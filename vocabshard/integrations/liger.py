@@ -76,7 +76,8 @@ class LigerFusedLinearScaledCrossEntropyTPFunction:
         """weight: this rank's rows, as many as each rank's, in rank order; target: global ids.
 
         tp_group None is the world, as there.
-        tiles_per_reduce (1, 2, 4) tunes a kernel that is not here. Collectives: those of `linear_logp`.
+        tiles_per_reduce (1, 2, 4) tunes a kernel that is not here. Collectives: those of `linear_logp`, and where that
+        validates one agreement more.
         """
 
         def check() -> None:

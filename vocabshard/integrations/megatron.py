@@ -62,7 +62,8 @@ def vocab_parallel_cross_entropy(
         real_vocab_size: leaves padding out; without it every column counts, as in Megatron.
         options: temperature, inplace_backward, backend, strict, validate, ... of `vocab_parallel_logp`.
 
-    Collectives: one all-gather of 32 bytes a row (Megatron: three all-reduces); with smoothing an all-reduce of 4 more.
+    Collectives: one all-gather of 32 bytes a row (Megatron: three all-reduces); with smoothing an all-reduce of 4 more;
+    where the call validates, agreements of some words, so that what one rank refuses raises on all.
     """
     group = tensor_model_parallel_group() if tp_group is None else tp_group
 
@@ -134,8 +135,9 @@ def linear_cross_entropy(
             weight.grad_added_to_main_grad as Megatron does.
         options: real_vocab_size, temperature, softcap, grad_options, backend, strict, ... of `linear_logp`.
 
-    Returns: fp32. Collectives: those of `linear_logp`; the gradient of hidden is complete on every rank (its rows,
-    with sequence_parallel): copy_to_tensor_model_parallel_region or a gather before the call would sum it again.
+    Returns: fp32. Collectives: those of `linear_logp`, and where the call validates one agreement more; the gradient of
+    hidden is complete on every rank (its rows, with sequence_parallel): copy_to_tensor_model_parallel_region or a
+    gather before the call would sum it again.
     """
 
     def check() -> None:
