@@ -1,4 +1,5 @@
-// First of three grids (sampling_stream.h): from a sample of each row, which columns may be the last that is kept.
+// First of two grids for a top_p (sampling_stream.h): from a sample of each row, which columns may be the last that is
+// kept.
 //
 // Nothing here decides: the next grid sees whether the crossing is among the candidates, and takes a slower way where
 // it is not. So estimates are fp32 and need no order.
@@ -14,7 +15,7 @@ namespace {
 constexpr int kThreads = 1024, kWarps = kThreads / 32, kBins = 8192, kBinsOfThread = kBins / kThreads;
 constexpr int kBinShift = 14;                    // bins of depth d = y_max - y, by the bits of d + 1: 512 an octave
 constexpr int kPieces = 5;                       // float4s that a thread loads at once
-constexpr float kSigmas = 4.0f, kBias = 0.008f;  // of an estimated mass; half a bin's width, at most
+constexpr float kSigmas = 4.0f, kBias = 0.004f;  // of an estimated mass; a quarter of a bin's width
 constexpr float kUnseen = 10.0f;                 // times the stride: as many columns the sample does not miss
 
 VS_DEVICE float depth_of(int32_t bin) {
@@ -37,7 +38,7 @@ struct Sums {
 };
 
 __global__ void __launch_bounds__(kThreads, 1)
-    bracket_kernel(const __grid_constant__ SamplingStream call, int32_t stride, bool by_mass, float wanted) {
+    bracket_kernel(const __grid_constant__ SamplingStream call, int32_t stride, float left_out) {
   __shared__ uint32_t bins[kBins];
   __shared__ Sums of_warp[kWarps];
   __shared__ int64_t best_of_warp[kWarps];
@@ -90,13 +91,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (lane == 0) best_of_warp[warp] = place;
   __syncthreads();
 
-  // by mass from the deepest bin up, by count from the best one down
+  // from the deepest bin up
   Sums mine = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kBinsOfThread; ++i) {
-    const int32_t u = kBinsOfThread * threadIdx.x + i, bin = by_mass ? kBins - 1 - u : u;
+    const int32_t bin = kBins - 1 - (kBinsOfThread * static_cast<int32_t>(threadIdx.x) + i);
     const auto count = static_cast<float>(bins[bin]);
-    const float w = by_mass ? weight_at(mul(add(depth_of(bin), depth_of(bin + 1)), 0.5f)) : 1.0f;
+    const float w = weight_at(mul(add(depth_of(bin), depth_of(bin + 1)), 0.5f));
     mine.mass += count * w;
     mine.squares += count * w * w;
   }
@@ -122,24 +123,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     before.mass += other.mass, before.squares += other.squares;
   }
   const auto each = static_cast<float>(stride);
-  const float rest = by_mass ? total_of(uncut, k_max) * wanted : 0.0f;  // may be left out
+  const float rest = total_of(uncut, k_max) * left_out;
   int32_t shallow = 0, deep = kBins - 1;
 #pragma unroll
   for (int i = 0; i < kBinsOfThread; ++i) {
-    const int32_t u = kBinsOfThread * threadIdx.x + i, bin = by_mass ? kBins - 1 - u : u;
+    const int32_t bin = kBins - 1 - (kBinsOfThread * static_cast<int32_t>(threadIdx.x) + i);
     const auto count = static_cast<float>(bins[bin]);
-    if (by_mass) {
-      const float w = weight_at(mul(add(depth_of(bin), depth_of(bin + 1)), 0.5f)), deeper = each * before.mass;
-      const float error = kSigmas * each * sqrtf(before.squares * (1.0f - 1.0f / each));
-      const float unseen = stride > 1 ? kUnseen * each * weight_at(depth_of(bin)) : 0.0f;
-      if (deeper * (1.0f + kBias) + error + unseen <= rest) deep = min(deep, bin);
-      if (deeper * (1.0f - kBias) - error > rest) shallow = max(shallow, bin + 1);  // too much is deeper
-      before.mass += count * w;
-      before.squares += count * w * w;
-    } else {
-      before.mass += count;
-      if (before.mass >= wanted) deep = min(deep, bin);
-    }
+    const float w = weight_at(mul(add(depth_of(bin), depth_of(bin + 1)), 0.5f)), deeper = each * before.mass;
+    const float error = kSigmas * each * sqrtf(before.squares * (1.0f - 1.0f / each));
+    const float unseen = stride > 1 ? kUnseen * each * weight_at(depth_of(bin)) : 0.0f;
+    if (deeper * (1.0f + kBias) + error + unseen <= rest) deep = min(deep, bin);
+    if (deeper * (1.0f - kBias) - error > rest) shallow = max(shallow, bin + 1);  // too much is deeper
+    before.mass += count * w;
+    before.squares += count * w * w;
   }
   deep = __reduce_min_sync(kAllLanes, deep);
   shallow = __reduce_max_sync(kAllLanes, shallow);
@@ -158,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     head.usable = true;
     // where logits are clamped, masses need more care than the next grid takes
     head.listed = y_max < -kLogitLimit + 256.0f ? kListed + 1 : 0;
-    head.collected = head.finished = 0;
+    head.collected = 0;
     head.total = head.above = 0;
   }
   if (warp != 1 || !p.draw) return;
@@ -181,19 +177,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 void launch_bracket(const SamplingStream& call, cudaStream_t stream) {
   const SamplingRows& p = call.rows;
-  const SamplingStep* step = p.step;
-  while (step->kind == kMinP) ++step;
   int32_t stride = 1;
   while (stride < 8 && p.valid > 16384 * 2 * stride) stride *= 2;
-  const bool by_mass = step->kind == kTopP;
-  float wanted;
-  if (by_mass) {
-    wanted = static_cast<float>(1.0 - static_cast<double>(step->number) * 0x1p-30);
-  } else {
-    const auto expected = static_cast<float>(step->number < p.valid ? step->number : p.valid) / stride;
-    wanted = stride == 1 ? expected : expected + 4.0f * sqrtf(expected) + 6.0f;
-  }
-  launch_grid(bracket_kernel, p.rows, kThreads, 0, stream, call, stride, by_mass, wanted);
+  const auto left_out = static_cast<float>(1.0 - static_cast<double>(p.step[0].number) * 0x1p-30);
+  launch_grid(bracket_kernel, p.rows, kThreads, 0, stream, call, stride, left_out);
 }
 
 }  // namespace vocabshard::sm90::sampling

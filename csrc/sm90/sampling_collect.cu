@@ -1,22 +1,18 @@
-// Second of three grids (sampling_stream.h): one read of every row lists the candidates for its last kept column, and
-// sums masses exactly. The last CTA of a row finds the cut; where only what is listed is kept it does all the rest.
-#include <algorithm>
-
+// Second of two grids for a top_p (sampling_stream.h): one read of every row lists the candidates for its last kept
+// column, sums masses exactly, and races and sums what is better. The last CTA of a row finds the cut and does the
+// rest.
 #include "sm90/launch.h"
-#include "sm90/sampling_crossing.cuh"
+#include "sm90/sampling_finish.cuh"
 #include "sm90/sampling_grids.h"
-#include "sm90/sampling_race.cuh"
 
 namespace vocabshard::sm90::sampling {
 
 namespace {
 
 constexpr int kThreads = kCollectThreads, kWarps = kThreads / 32;
-constexpr int kPieces = 4;            // float4s that a thread loads at once
 constexpr int kBatch = 32 * kPieces;  // columns of a thread whose masses fit into 32 bits
 constexpr int kHighBits = 18;         // of a mass, below its high part
 constexpr float kHigh = 0x1p+41f;     // one unit in its last place is 2^kHighBits
-constexpr int kCollectBytes = 8 * kListed;
 
 // Masses of a thread's columns: their high parts, and what is left, rounded to the nearest integer.
 struct Mass {
@@ -24,119 +20,8 @@ struct Mass {
   int32_t low;
 };
 
-// Bit 4 i + j of `which`: the j-th column of a thread's i-th piece is a candidate.
-VS_DEVICE void append(uint32_t& count, int64_t* list, const Columns& columns, int32_t base, uint32_t which) {
-  uint32_t to = atomicAdd(&count, static_cast<uint32_t>(__popc(which)));
-  for (; which != 0; which &= which - 1, ++to) {
-    const int32_t bit = __ffs(static_cast<int>(which)) - 1, column = base + 4 * kThreads * (bit / 4) + bit % 4;
-    if (to < kListed)
-      list[to] = static_cast<int64_t>((static_cast<uint64_t>(bits(columns.row[column])) << 32) |
-                                      static_cast<uint32_t>(column));
-  }
-}
-
-// Of a place among the candidates: its term's tile, if no kept column of it has a lower id.
-VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, int64_t cut, int64_t place, Race& race) {
-  const auto column =
-      static_cast<int32_t>(kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)) - columns.vocab_start);
-  const int32_t tile = column / kTile * kTile;
-  float e[kTile];
-  bool first = true;
-#pragma unroll
-  for (int i = 0; i < kTile; i += 4) {
-    const float4 v = columns.four(tile + i);
-    const float z[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const bool kept = place_of(z[j], columns.vocab_start + tile + i + j) >= cut && !is_neg_inf(z[j]);
-      first &= !kept || tile + i + j >= column;
-      e[i + j] = term(z[j], kept);
-    }
-  }
-  if (first) race.sum.add_positive(static_cast<double>(tree16(e)));
-}
-
-__device__ __noinline__ void race_over_all(const SamplingStream& call, int64_t n, const Columns& columns,
-                                           const Head& head, int64_t cut, Race& race) {
-  if (call.rows.draw)
-    race_over<true>(call, n, columns, head, cut, 0, columns.valid, kWarps, race);
-  else
-    race_over<false>(call, n, columns, head, cut, 0, columns.valid, kWarps, race);
-}
-
-// What a row's last CTA does. `list`: where its candidates go.
-template <bool kMass>
-__device__ __noinline__ void finish_row(const SamplingStream& call, int64_t n, int64_t* list, CrossingShared& s) {
-  const SamplingRows& p = call.rows;
-  const Workspace work(call.workspace, p.rows);
-  Head& head = work.heads[n];
-  const int64_t* const listed = work.candidates + n * kListed;
-  const Columns columns(p, n);
-  const float scale = scale_of(p, n), y_max = head.y_max;
-  const int32_t k_max = head.k_max;
-  const uint32_t count = __ldcg(&head.listed);
-  int64_t cut = kKeepAll;
-  bool found = false;
-  if (count <= kListed) {
-    int32_t lowest_order = INT32_MAX, highest_order = INT32_MIN;
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-      const auto word = static_cast<uint64_t>(__ldcg(listed + i));
-      const float z = from_bits(static_cast<uint32_t>(word >> 32));
-      list[i] = place_of(z, columns.vocab_start + static_cast<uint32_t>(word));
-      lowest_order = min(lowest_order, order_of(z));
-      highest_order = max(highest_order, order_of(z));
-    }
-    lowest_order = __reduce_min_sync(kAllLanes, lowest_order);
-    highest_order = __reduce_max_sync(kAllLanes, highest_order);
-    if (threadIdx.x % 32 == 0) {
-      atomicMin(&s.lowest, lowest_order);
-      atomicMax(&s.highest, highest_order);
-    }
-    __syncthreads();
-    const Listed source = {list, static_cast<int32_t>(count)};
-    const int32_t from = s.lowest, to = s.highest;
-    if constexpr (kMass) {
-      const auto whole = static_cast<int64_t>(__ldcg(&head.total)), better = static_cast<int64_t>(__ldcg(&head.above));
-      int64_t place;
-      found = crossing(source, s, {true, scale, k_max}, share_of(p.step[0].number, whole) - better,
-                       static_cast<int64_t>(from) * (int64_t{1} << 32),
-                       static_cast<int64_t>(to) * (int64_t{1} << 32) + 0xffffffff, place);
-      if (found) cut = cut_at(source, place, true);
-    } else {
-      found = find_cut(source, s, p, scale, y_max, k_max, from, to, cut);
-    }
-  }
-  const bool by_list = found && !kMass;
-  if (!found) {
-    const float inf = -neg_inf();
-    find_cut(WholeRow{columns}, s, p, scale, y_max, k_max, order_of(neg_inf()), order_of(inf), cut);
-  }
-  if (threadIdx.x == 0) head.cut = cut;
-  if constexpr (kMass) return;
-
-  Race race;
-  if (by_list) {
-    const Terms term(y_max, scale);
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-      const int64_t place = list[i];
-      if (place < cut) continue;
-      add_tile_of(columns, term, cut, place, race);
-      if (!p.draw) continue;
-      const float z = logit_of(static_cast<int32_t>(place >> 32));
-      const int64_t id = kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)), row_key = p.row_keys[n];
-      const float clock = clock_at(column_word(id, 0, p.seed, row_key), id, p.seed, row_key);
-      const Words<2> other = {{arrival_of(clock, clamp_logit(mul(z, scale))), who_is(id, z)}};
-      race.first = Smaller()(race.first, other);
-    }
-  } else {
-    race_over_all(call, n, columns, head, cut, race);
-  }
-  const PartOfRow whole = part_of_row<kWarps>(s.words, race);
-  if (threadIdx.x == 0) put_row(call, n, true, cut, {{whole.arrival, whole.who}}, y_max, whole.c);
-}
-
-template <bool kMass>
-__global__ void __launch_bounds__(kThreads, 2)
+template <bool kDraw>
+__global__ void __launch_bounds__(kThreads, 1)
     collect_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t parts) {
   extern __shared__ __align__(128) int64_t list[];
   __shared__ CrossingShared s;
@@ -160,15 +45,22 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int32_t begin = part * part_columns, end = min(columns.valid, begin + part_columns);
 
   int64_t total = 0, above = 0;
-  const int32_t R = k_max - kMassBits;
-  const float magic = static_cast<float>(12582912 - R), lowest = mul(static_cast<float>(k_max - 62), logits::kLn2f);
+  Race race;
+  const Terms term(head.y_max, scale);
+  // from terms in units of 2^R to masses
+  const int32_t R = 12582912 - static_cast<int32_t>(term.magic);
+  const float to_mass = from_bits(static_cast<uint32_t>(127 + R - k_max + kMassBits) << 23);
+  float bound = kDraw ? bound_of(head, term) : 0.0f;
+  const int64_t row_key = kDraw ? p.row_keys[n] : 0;
+  const uint32_t lane = threadIdx.x % 32;
   for (int32_t batch = begin; batch < end; batch += kThreads * kBatch) {
     Mass all = {0, 0}, better = {0, 0};
     const int32_t batch_end = min(end, batch + kThreads * kBatch);
-    for (int32_t base = batch + 4 * static_cast<int32_t>(threadIdx.x); base < batch_end;
-         base += 4 * kPieces * kThreads) {
+    // all lanes of a warp stay: tiles are of four
+    for (int32_t block = batch; block < batch_end; block += 4 * kPieces * kThreads) {
+      const int32_t base = block + 4 * static_cast<int32_t>(threadIdx.x);
       float4 v[kPieces];
-      if (base - 4 * static_cast<int32_t>(threadIdx.x) + 4 * kPieces * kThreads <= end) {
+      if (block + 4 * kPieces * kThreads <= end) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
           v[i] = *reinterpret_cast<const float4*>(columns.row + base + 4 * kThreads * i);
@@ -179,39 +71,58 @@ __global__ void __launch_bounds__(kThreads, 2)
           v[i] = columns.four(at < end ? at : columns.valid);
         }
       }
-      uint32_t which = 0;
+      uint32_t which = 0, sure = 0, early = 0;
+      float s_of[kPieces] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
+        if (block + 4 * kThreads * i >= end) break;
         const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+        float e[4];
+        uint32_t over = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float y = mul(z[j], scale);
           which |= y >= low && y <= high ? 1u << (4 * i + j) : 0;
-          if constexpr (kMass) {
-            const float e = logits::scaled_exp(fmaxf(y, lowest), magic);
-            const float t = add(e, kHigh), u = add(add(e, -add(t, -kHigh)), kMagic);
-            const uint32_t m_high = bits(t) - bits(kHigh);
-            const int32_t m_low = static_cast<int32_t>(bits(u)) - kMagicBits;
-            all.high += m_high;
-            all.low += m_low;
-            better.high += y > high ? m_high : 0;
-            better.low += y > high ? m_low : 0;
-          }
+          const float x = logits::scaled_exp(fmaxf(y, term.lowest), term.magic), mass = mul(x, to_mass);
+          const float t = add(mass, kHigh), u = add(add(mass, -add(t, -kHigh)), kMagic);
+          const uint32_t m_high = bits(t) - bits(kHigh);
+          const int32_t m_low = static_cast<int32_t>(bits(u)) - kMagicBits;
+          all.high += m_high;
+          all.low += m_low;
+          better.high += y > high ? m_high : 0;
+          better.low += y > high ? m_low : 0;
+          e[j] = y > high ? x : 0.0f;
+          over |= y > high;
         }
+        s_of[i] = add(add(e[0], e[1]), add(e[2], e[3]));
+        sure |= over;
+        if (kDraw && over != 0)
+          early |= early_of_four(e, columns.vocab_start + base + 4 * kThreads * i, p.seed, row_key, bound) << (4 * i);
       }
       if (which != 0) append(s.count, list, columns, base, which);
+      if (kDraw && early != 0)
+        look_at_early(
+            columns, term, base, 4 * kThreads, early, p.seed, row_key,
+            [&](float z, int32_t column) { return column < end && mul(z, scale) > high; }, bound, race.first);
+      if (__any_sync(kAllLanes, sure != 0)) {
+        // a tile with a candidate waits for the cut
+        uint32_t waits = which | __shfl_xor_sync(kAllLanes, which, 1);
+        waits |= __shfl_xor_sync(kAllLanes, waits, 2);
+        const float tile = tile_of_lane(s_of);
+        race.sum.add_positive((waits >> (4 * (lane & 3)) & 15) != 0 ? 0.0 : static_cast<double>(tile));
+      }
     }
     total += (static_cast<int64_t>(all.high) << kHighBits) + all.low;
     above += (static_cast<int64_t>(better.high) << kHighBits) + better.low;
   }
 
   // into the row's list and sums; the last CTA to come here goes on
-  if constexpr (kMass) {
-    const Words<2> sums = over_block<kWarps>(s.words, Words<2>{{total, above}}, Sum());
-    if (threadIdx.x == 0) {
-      atomicAdd(&head.total, static_cast<unsigned long long>(sums.x[0]));
-      atomicAdd(&head.above, static_cast<unsigned long long>(sums.x[1]));
-    }
+  const Words<2> sums = over_block<kWarps>(s.words, Words<2>{{total, above}}, Sum());
+  const PartOfRow raced = part_of_row<kWarps>(s.words, race, {{0, 0, 0}});
+  if (threadIdx.x == 0) {
+    atomicAdd(&head.total, static_cast<unsigned long long>(sums.x[0]));
+    atomicAdd(&head.above, static_cast<unsigned long long>(sums.x[1]));
+    work.parts[n * kMostParts + part] = raced;
   }
   __syncthreads();
   const uint32_t mine = s.count;
@@ -228,21 +139,20 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (!s.last) return;
   __threadfence();
 
-  finish_row<kMass>(call, n, list, s);
+  finish_row<true>(call, n, {head.y_max, low, high, k_max}, __ldcg(&head.listed), listed, list, parts, s);
 }
 
 }  // namespace
 
 void launch_collect(const SamplingStream& call, cudaStream_t stream) {
   const SamplingRows& p = call.rows;
-  const bool by_mass = p.steps == 1 && p.step[0].kind == kTopP;
-  const auto kernel = by_mass ? collect_kernel<true> : collect_kernel<false>;
+  const auto kernel = p.draw ? collect_kernel<true> : collect_kernel<false>;
   static OncePerDevice allowed[2];
-  allowed[by_mass]([&] {
+  allowed[p.draw]([&] {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCollectBytes),
           "shared memory of the sampling kernel");
   });
-  const Parts parts = parts_of(p.rows, p.valid, 4 * kThreads, 2 * multiprocessor_count());
+  const Parts parts = parts_of(p.rows, p.valid, 4 * kThreads, multiprocessor_count());
   launch_grid(kernel, p.rows * parts.count, kThreads, kCollectBytes, stream, call, parts.columns, parts.count);
 }
 

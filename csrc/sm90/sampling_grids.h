@@ -1,4 +1,4 @@
-// The three grids of sampling_stream.h.
+// The grids of sampling_stream.h.
 #pragma once
 
 #include "sm90/check.h"
@@ -14,23 +14,31 @@ Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots);
 
 // Each waits for the one before it in grid_wait, and may be set up earlier.
 template <class... Given>
-void launch_grid(void (*kernel)(SamplingStream, Given...), int64_t blocks, int threads, size_t shared,
-                 cudaStream_t stream, const SamplingStream& call, Given... given) {
-  cudaLaunchAttribute behind = {};
-  behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  behind.val.programmaticStreamSerializationAllowed = 1;
+void launch_grid_of_clusters(void (*kernel)(SamplingStream, Given...), int64_t blocks, int threads, size_t shared,
+                             int cluster, cudaStream_t stream, const SamplingStream& call, Given... given) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  config.attrs = &behind;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 0 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, call, given...), "launch of a sampling kernel");
+}
+
+template <class... Given>
+void launch_grid(void (*kernel)(SamplingStream, Given...), int64_t blocks, int threads, size_t shared,
+                 cudaStream_t stream, const SamplingStream& call, Given... given) {
+  launch_grid_of_clusters(kernel, blocks, threads, shared, 0, stream, call, given...);
 }
 
 void launch_bracket(const SamplingStream& call, cudaStream_t stream);
 void launch_collect(const SamplingStream& call, cudaStream_t stream);
-void launch_race(const SamplingStream& call, cudaStream_t stream);
+void launch_list(const SamplingStream& call, cudaStream_t stream);
 
 }  // namespace vocabshard::sm90::sampling

@@ -7,9 +7,9 @@
 
 namespace vocabshard::sm90::sampling {
 
-constexpr int kCollectThreads = 512, kRaceThreads = 256;
+constexpr int kCollectThreads = 512;
 constexpr int kListed = 8192;          // candidates of a row
-constexpr int kMostParts = 96;         // CTAs of a row, of either grid
+constexpr int kMostParts = 96;         // CTAs of a row
 constexpr float kPassShare = 0.8713f;  // of ln 2, with a quarter to spare
 
 // Of one row, from grid to grid.
@@ -17,11 +17,10 @@ struct alignas(128) Head {
   float y_max, low, high;  // candidates lie in [low, high] by y; what is above is kept if the crossing is among them
   int32_t k_max;
   bool usable;
-  uint32_t listed, collected, finished;
+  uint32_t listed, collected;
   unsigned long long total, above;  // masses
-  int64_t cut;
-  int64_t arrival, who;  // of a good column of a sample: a bound
-  float factor;          // a column comes before it only where x / 2^32 <= factor e^(y - y_max)
+  int64_t arrival, who;             // of a good column of a sample: a bound
+  float factor;                     // a column comes before it only where x / 2^32 <= factor e^(y - y_max)
 };
 static_assert(sizeof(Head) == 128);
 

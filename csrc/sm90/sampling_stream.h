@@ -1,5 +1,6 @@
-// Cut, token and truncated record of whole rows of which little is kept or the maximum is known: three grids over all
-// multiprocessors, one behind the other (docs/operators/sampling.md). The bytes are those of launch_sampling_rows.
+// Cut, token and truncated record of whole rows for the usual programs, by grids over all multiprocessors
+// (docs/operators/sampling.md): a top_k of few by clusters that list the best columns, a top_p by two grids, one behind
+// the other. The bytes are those of launch_sampling_rows.
 #pragma once
 
 #include "sm90/sampling_launch.h"
