@@ -2,7 +2,7 @@
 
 A cluster of thread blocks keeps a whole row in shared memory, so that a program's cut, a token, the truncated record
 and the best columns take one read of the logits and one launch. For the usual programs (a top_p, or a top_k of few
-before anything else) two or three grids stream the rows instead. Where the row goes on at other ranks, histograms are
+before anything else) one or two other launches stream the rows. Where the row goes on at other ranks, histograms are
 made by a kernel of their own, to be added over the group. Everything is enqueued on the caller's stream, without a
 synchronisation. logits [N, V_local] fp32 have column stride 1; V_local is at most 819,200 columns.
 """
