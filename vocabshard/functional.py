@@ -83,7 +83,8 @@ def linear_logp(
             temperature, if it has one, stands for `temperature`.
         cut: int64 [...], what the program kept, as a LogpOutput or vocab_parallel_sample gave it: the call is then one
             pass. Without it the cut is found first, from logits in blocks of at most 256 MiB; a LogpOutput has it.
-        topk: n: the n best ids, their log-probs and the target's rank, from logits in such blocks; not differentiable.
+        topk: n: the n best ids, their log-probs and the target's rank, from logits in such blocks, or with many rows on
+            Hopper from those of few columns; not differentiable.
         grad_options: how gradients are made: GradOptions(save_logits_budget, reduce, wire_dtype, main_grad).
         sequence_parallel: hidden is this rank's [S / W, ..., D] of [S, ..., D], in group-rank order along the first
             dimension, and so is its gradient. target_ids [S, ...], a temperature a row, results and upstream gradients

@@ -48,7 +48,8 @@ def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sample
     """One product per row: finds the cut where x has none, draws where asked to, scores, and ranks if call.topk.
 
     Collectives a block: a word a row for the maxima, what cuts.find_cut says, three words a row for a draw, the
-    records, and for the best n words a row, a word and a sum of a word.
+    records, and for the best n words a row, a word and a sum of a word. The best
+    alone may come beside the fused forward.
     """
     if draw is not None:
         keys = torch.arange(x.hidden.shape[0], device=x.hidden.device) if draw.row_keys is None else draw.row_keys
