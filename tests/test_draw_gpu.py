@@ -150,7 +150,7 @@ def test_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_bytes(logp, drawn[0].logp)
         keys = torch.arange(64, device="cuda")
         with monkeypatch.context() as patch:
-            patch.setattr(sampled, "draws_beside", lambda call, rows: False)
+            patch.setattr("vocabshard.sample.draw_at_once", lambda *given: None)
             apart = vs.vocab_parallel_sample(hidden, weight, seed=1, row_keys=keys, **options)
         for name in ("token", "cut", "logp", "lse"):
             assert_same_bytes(getattr(apart, name), getattr(drawn[0], name), name)
@@ -165,6 +165,31 @@ def test_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
         askew = torch.zeros(20011, 257, dtype=BF16, device="cuda")[:, 1:].copy_(weight)  # not for the copy engine
         got = vs.vocab_parallel_sample(hidden, askew, seed=1, **options)
         assert_same_bytes(got.token, drawn[0].token, "strides")
+
+
+PROGRAMS = [
+    SamplingProgram.of(0.8, top_p=0.9), SamplingProgram.of(top_k=20), SamplingProgram.of(0.7, 0.01, 50, 0.9), WARM,
+    SamplingProgram.of(temperature=0), SamplingProgram.of(0.8, top_p=0.9, top_k=5000), SamplingProgram(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n, v, dtype", [(1, 5003, BF16), (9, 50304, F16), (70, 1001, BF16), (5, 301, torch.float32)])
+def test_whole_calls_under_a_program(n: int, v: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call of the kernels' bindings, and step by step."""
+    hidden, weight = operands(n, 96, v, dtype)
+    bias, by_row = torch.randn(v, device="cuda"), torch.linspace(0.5, 2, n, device="cuda")
+    hidden[n - 1] = hidden[n - 1] * (1 if n == 1 else float("nan"))
+    for program in PROGRAMS:
+        own = program.temperature is not None
+        options = {"program": program, "seed": 9, "real_vocab_size": v - 2, "temperature": None if own else by_row,
+                   "softcap": 20.0, "return_lse": True}  # fmt: skip
+        got = [vs.vocab_parallel_sample(hidden, weight, bias, **options) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr("vocabshard.sample.draw_at_once", lambda *given: None)
+            want = vs.vocab_parallel_sample(hidden, weight, bias, **options)
+        for name in ("token", "cut", "logp", "lse"):
+            for time, out in enumerate(got):
+                assert_same_bytes(getattr(out, name), getattr(want, name), f"{program.transforms}, {time}: {name}")
 
 
 def test_what_is_not_drawn_so() -> None:

@@ -165,6 +165,11 @@ class KeptRows:
         self, codes: int, codes_row: int, references: int, references_group: int, rows: int, groups: int
     ) -> None: ...
 
+class SamplingSteps:
+    """Truncations (kind, number, scaled) of a program."""
+
+    def __init__(self, steps: list[tuple[Any, ...]]) -> None: ...
+
 class DrawRows:
     """What tokens are drawn with; row_keys 0: 0, 1, 2, ..."""
 
@@ -191,6 +196,29 @@ class Sm90Forward:
     ) -> None: ...
     def draw(self, draw: DrawRows, vocab_start: int, tokens: int, cut: int) -> bool:
         """Before the plan: tokens are to be drawn. Whether this forward can; records are then [6, rows]."""
+
+    def sample_bytes(self, steps: SamplingSteps) -> int:
+        """Of workspace."""
+
+    def sample(
+        self,
+        steps: SamplingSteps,
+        stream: int,
+        workspace: int,
+        vocab_start: int,
+        valid: int,
+        bias: int,
+        bias_element: int,
+        row_inv_temperature: int,
+        inv_temperature: float,
+        softcap: float,
+        seed: int,
+        row_keys: int,
+        drawn: int,
+        cut: int,
+        fold: FoldRows,
+    ) -> None:
+        """Tokens of whole rows from their logits: arrivals, ids and orders [3, rows], cuts, folded rows."""
 
     def plan(self) -> tuple[int, int, int, int]:
         """Path, bytes of workspace, rows a launch, vocabulary splits."""

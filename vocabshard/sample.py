@@ -16,7 +16,7 @@ from vocabshard.options import SampleOutput
 from vocabshard.passes import LinearOperands
 from vocabshard.plan import Operands, Plan, Request, make_plan
 from vocabshard.remembered import key_of, recall, remember
-from vocabshard.sampled import Draw, beside_the_forward, pass_over
+from vocabshard.sampled import Draw, draw_at_once, pass_over
 from vocabshard.sampling import KEEP_ALL, SamplingProgram
 from vocabshard.shard import VocabShard
 
@@ -109,7 +109,7 @@ def vocab_parallel_sample(
         row_keys = row_keys.reshape(-1).contiguous()
     x = LinearOperands(rows, weight, bias, plan.target_ids, plan.inv_temperature)
     draw = Draw(seed, row_keys)
-    drawn = beside_the_forward(plan.call, x, draw, return_lse)
+    drawn = draw_at_once(plan.call, x, draw, return_lse)
     if drawn is not None:
         told = plan.provenance(weight.device)
         if len(shape) == 1:

@@ -74,19 +74,26 @@ def draws_beside(call: Call, rows: int) -> bool:
     return whole and rows <= getattr(call.kernel, "DRAWN_ROWS", 0)
 
 
-def beside_the_forward(call: Call, x: LinearOperands, draw: Draw, want_lse: bool) -> DrawnRows | None:
-    """A few rows that are drawn of all columns, without logits; None where it is not done so. One gather of six words
-    a row."""
-    if not draws_beside(call, x.hidden.shape[0]):
-        return None
-    operands = (x.hidden, x.weight, x.bias, x.inv_temperature, call.problem, *draw)
+def draw_at_once(call: Call, x: LinearOperands, draw: Draw, want_lse: bool) -> DrawnRows | None:
+    """What kernels have in one call; None where there is more to do. Over a group tokens that are drawn beside the
+    forward alone: a gather of six words a row."""
+    rows = x.hidden.shape[0]
+    operands = (x.hidden, x.weight, x.bias, x.inv_temperature, call.problem, draw.seed)
     rule = (call.ignore_index, call.real_vocab_size, call.invalid, want_lse)
-    if call.group is None:
-        return call.kernel.draw_rows(*operands, *rule)
-    records = call.kernel.draw_records(*operands)
-    if records is None:  # this rank's operands: the others need not know
-        records = _records_of_draw(call, x, draw)
-    return call.kernel.fold_draws(gather_tensors(records, call.group), *rule)
+    found: DrawnRows | None = None
+    if draws_beside(call, rows):
+        if call.group is not None:
+            records = call.kernel.draw_records(*operands, draw.row_keys)
+            if records is None:  # this rank's operands: the others need not know
+                records = _records_of_draw(call, x, draw)
+            return call.kernel.fold_draws(gather_tensors(records, call.group), *rule)
+        found = call.kernel.draw_rows(*operands, draw.row_keys, *rule)
+    one_block = 4 * rows * x.weight.shape[0] <= truncated.LOGITS_BYTES
+    if found is None and call.group is None and call.topk is None and one_block and hasattr(call.kernel, "sample_rows"):
+        keys = torch.arange(rows, device=x.hidden.device) if draw.row_keys is None else draw.row_keys
+        steps = () if call.sampling is None else call.sampling.steps
+        found = call.kernel.sample_rows(*operands, keys, steps, *rule)
+    return found
 
 
 def _records_of_draw(call: Call, x: LinearOperands, draw: Draw) -> Tensor:

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "sm90/check.h"
+#include "sm90/sampling_launch.h"
 
 namespace vocabshard::sm90 {
 
@@ -28,6 +29,17 @@ class OnDevice {
 
  private:
   int device_, before_ = 0;
+};
+
+// The truncations of a program.
+struct SamplingSteps {
+  int32_t count;
+  SamplingStep step[kMostSamplingSteps];
+
+  void of(SamplingRows& call) const {
+    call.steps = count;
+    for (int i = 0; i < count; ++i) call.step[i] = step[i];
+  }
 };
 
 void register_dlogits(pybind11::module_& module);

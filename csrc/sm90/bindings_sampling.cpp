@@ -21,6 +21,24 @@ SamplingKind kind_of(const std::string& name) {
   throw std::invalid_argument("sampling: a step is top_k, top_p, min_p or greedy, got " + name);
 }
 
+SamplingSteps steps_of(const py::list& steps) {
+  SamplingSteps found = {};
+  if (steps.size() > kMostSamplingSteps)
+    throw std::invalid_argument("sampling: at most " + std::to_string(kMostSamplingSteps) +
+                                " truncations in one launch");
+  for (const py::handle& given : steps) {  // (kind, number, scaled)
+    const auto parts = given.cast<py::tuple>();
+    SamplingStep& step = found.step[found.count++];
+    step.kind = kind_of(parts[0].cast<std::string>());
+    step.scaled = parts[2].cast<bool>();
+    if (step.kind == kMinP)
+      step.ln = parts[1].cast<double>();
+    else
+      step.number = parts[1].cast<int64_t>();
+  }
+  return found;
+}
+
 void rows(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, int64_t rows, int64_t valid,
           int64_t vocab_start, uintptr_t scales, float scale, bool whole, const py::list& steps, uintptr_t given_cut,
           uintptr_t cut, bool draw, int64_t seed, uintptr_t row_keys, uintptr_t drawn, uintptr_t target_ids,
@@ -30,21 +48,9 @@ void rows(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, in
   call.logits = pointer<float>(logits), call.row_stride = row_stride, call.rows = rows, call.valid = valid;
   call.vocab_start = vocab_start, call.scales = pointer<float>(scales), call.scale = scale;
   call.whole = whole;
-  if (steps.size() > kMostSamplingSteps)
-    throw std::invalid_argument("sampling: at most " + std::to_string(kMostSamplingSteps) +
-                                " truncations in one launch");
+  steps_of(steps).of(call);
   if (best_count < 0 || best_count > kMostBest)
     throw std::invalid_argument("sampling: at most " + std::to_string(kMostBest) + " best columns in one launch");
-  for (const py::handle& given : steps) {  // (kind, number, scaled)
-    const auto parts = given.cast<py::tuple>();
-    SamplingStep& step = call.step[call.steps++];
-    step.kind = kind_of(parts[0].cast<std::string>());
-    step.scaled = parts[2].cast<bool>();
-    if (step.kind == kMinP)
-      step.ln = parts[1].cast<double>();
-    else
-      step.number = parts[1].cast<int64_t>();
-  }
   call.given_cut = pointer<int64_t>(given_cut), call.cut = pointer<int64_t>(cut);
   call.draw = draw, call.seed = seed, call.row_keys = pointer<int64_t>(row_keys), call.drawn = pointer<int64_t>(drawn);
   call.target_ids = pointer<int64_t>(target_ids), call.records = pointer<int64_t>(records);
@@ -53,10 +59,7 @@ void rows(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, in
   call.place = pointer<int64_t>(place), call.before = pointer<int64_t>(before);
   call.maxima = pointer<int64_t>(maxima);
   const OnDevice guard(device);
-  if (workspace != 0 && streams_rows(call))
-    launch_sampling_stream({call, pointer<int64_t>(uncut), pointer<void>(workspace)}, as_stream(stream));
-  else
-    launch_sampling_rows(call, as_stream(stream));
+  launch_sampling({call, pointer<int64_t>(uncut), pointer<void>(workspace)}, as_stream(stream));
 }
 
 void histogram(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, int64_t rows, int64_t valid,

@@ -5,6 +5,7 @@
 
 #include "sm90/bindings_device.h"
 #include "sm90/launch.h"
+#include "sm90/sampling_stream.h"
 
 namespace vocabshard::sm90 {
 
@@ -49,6 +50,60 @@ KeptRows kept_rows(uintptr_t codes, int64_t codes_row, uintptr_t references, int
   return {pointer<uint16_t>(codes), codes_row, pointer<float>(references), references_group, rows, groups};
 }
 
+// Where a call that samples from logits keeps what it works with, in bytes from the start of its workspace.
+struct SampleSpace {
+  int64_t uncut, records, stream, logits, bytes;
+  int64_t logits_row;  // elements: rows begin on 128 bytes
+  bool streams;
+
+  SampleSpace(const ForwardCall& call, bool truncates) {
+    const auto up = [](int64_t x, int64_t to) { return (x + to - 1) / to * to; };
+    const int64_t of_stream = call.rows * sampling_stream_row_bytes();
+    streams = truncates && of_stream <= kMostStreamBytes;
+    logits_row = up(call.columns, 32);
+    uncut = up(plan_forward(call, multiprocessor_count()).workspace, 256);
+    records = uncut + up(4 * 8 * call.rows, 256);
+    stream = records + up(4 * 8 * call.rows, 256);
+    logits = stream + (streams ? up(of_stream, 256) : 0);
+    bytes = logits + 4 * call.rows * logits_row;
+  }
+};
+
+void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream, uintptr_t workspace,
+            int64_t vocab_start, int64_t valid, uintptr_t bias, int32_t bias_element, uintptr_t row_inv_temperature,
+            float inv_temperature, float softcap, int64_t seed, uintptr_t row_keys, uintptr_t drawn, uintptr_t cut,
+            const FoldRows& fold) {
+  const OnDevice guard(forward.device);
+  ForwardCall& call = forward.call;
+  const SampleSpace space(call, steps.count > 0);
+  call.workspace = pointer<void>(workspace);
+  call.target_ids = pointer<int64_t>(row_keys);  // any: the tokens replace them
+  call.vocab_start = vocab_start, call.valid = valid;
+  call.bias = pointer<void>(bias), call.bias_element = bias_element;
+  call.row_inv_temperature = pointer<float>(row_inv_temperature), call.inv_temperature = inv_temperature;
+  call.softcap = softcap;
+  call.logits = pointer<float>(workspace + space.logits), call.logits_row = space.logits_row;
+  call.records = pointer<int64_t>(workspace + space.uncut);
+  launch_forward(call, as_stream(stream));
+
+  SamplingRows rows = {};
+  rows.logits = call.logits, rows.row_stride = call.logits_row, rows.rows = call.rows, rows.valid = valid;
+  rows.vocab_start = vocab_start, rows.scales = call.row_inv_temperature, rows.scale = inv_temperature;
+  rows.whole = true;
+  steps.of(rows);
+  rows.cut = pointer<int64_t>(cut);
+  rows.draw = true, rows.seed = seed, rows.row_keys = pointer<int64_t>(row_keys), rows.drawn = pointer<int64_t>(drawn);
+  rows.records_there = steps.count == 0;
+  rows.records = rows.records_there ? call.records : pointer<int64_t>(workspace + space.records);
+  launch_sampling({rows, call.records, space.streams ? pointer<void>(workspace + space.stream) : nullptr},
+                  as_stream(stream));
+
+  FoldCall last = {};
+  last.records = rows.records, last.ranks = 1, last.rows = call.rows, last.fold = fold;
+  last.target_ids = rows.drawn + call.rows;
+  launch_fold(last, as_stream(stream));
+}
+
 DrawRows draw_rows(int64_t seed, uintptr_t row_keys) { return {true, seed, pointer<int64_t>(row_keys)}; }
 
 }  // namespace
@@ -81,6 +136,18 @@ void register_sm90(py::module_& module) {
           },
           py::arg("draw"), py::arg("vocab_start"), py::arg("tokens"), py::arg("cut"),
           "Before the plan: tokens are to be drawn. Whether this forward can; records are then [6, rows].")
+      .def(
+          "sample_bytes",
+          [](const DeviceForward& forward, const SamplingSteps& steps) {
+            const OnDevice guard(forward.device);
+            return SampleSpace(forward.call, steps.count > 0).bytes;
+          },
+          py::arg("steps"), "Of workspace.")
+      .def("sample", &sample, py::arg("steps"), py::arg("stream"), py::arg("workspace"), py::arg("vocab_start"),
+           py::arg("valid"), py::arg("bias"), py::arg("bias_element"), py::arg("row_inv_temperature"),
+           py::arg("inv_temperature"), py::arg("softcap"), py::arg("seed"), py::arg("row_keys"), py::arg("drawn"),
+           py::arg("cut"), py::arg("fold"),
+           "Tokens of whole rows from their logits: arrivals, ids and orders [3, rows], cuts, folded rows.")
       .def(
           "plan",
           [](const DeviceForward& forward) {

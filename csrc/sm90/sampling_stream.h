@@ -7,8 +7,9 @@
 
 namespace vocabshard::sm90 {
 
-constexpr int64_t kStreamedColumns = 1 << 18;  // a row may have: masses of so many fit into 32 bits a piece
-constexpr int64_t kStreamedK = 256;            // of a top_k
+constexpr int64_t kStreamedColumns = 1 << 18;   // a row may have: masses of so many fit into 32 bits a piece
+constexpr int64_t kStreamedK = 256;             // of a top_k
+constexpr int64_t kMostStreamBytes = 64 << 20;  // of workspace
 
 struct SamplingStream {
   SamplingRows rows;     // whole ones; cut, records, and drawn where it draws, are there
@@ -20,5 +21,11 @@ struct SamplingStream {
 bool streams_rows(const SamplingRows& call);
 int64_t sampling_stream_row_bytes();
 void launch_sampling_stream(const SamplingStream& call, cudaStream_t stream);
+
+// By these grids where there is a workspace and they can, else by clusters.
+inline void launch_sampling(const SamplingStream& call, cudaStream_t stream) {
+  call.workspace != nullptr&& streams_rows(call.rows) ? launch_sampling_stream(call, stream)
+                                                      : launch_sampling_rows(call.rows, stream);
+}
 
 }  // namespace vocabshard::sm90

@@ -15,6 +15,7 @@ A kernel module has
     KEPT_ROWS                                         (optional) what rows are kept in multiples of, if not all are
     draw_rows, draw_records, fold_draws    (all three or none) a token of each of DRAWN_ROWS rows beside the forward, of
                                            all columns: kernels/sm90_draw.py
+    sample_rows                            (optional) tokens of whole rows under a program: the same
     CONTINUES_CHAIN                                         dtypes whose grad_hidden is one ascending chain over the
                                                             columns, so that no boundary between shards shows in it
 What is kept never changes a byte of the records.

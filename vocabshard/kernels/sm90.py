@@ -20,7 +20,7 @@ from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProb
 from vocabshard.kernels.sm90_backward import row_grads
 from vocabshard.kernels.sm90_beside import Operands as TopkOperands
 from vocabshard.kernels.sm90_beside import topk_forward, topk_places
-from vocabshard.kernels.sm90_draw import DRAWN_ROWS, draw_records, draw_rows, fold_draws
+from vocabshard.kernels.sm90_draw import DRAWN_ROWS, draw_records, draw_rows, fold_draws, sample_rows
 from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
 from vocabshard.kernels.sm90_kept import KEPT_ROWS, groups_of, kept_bytes_per_row, new_kept, why_not_kept
@@ -282,6 +282,7 @@ __all__ = [
     "logits_scores",
     "new_kept",
     "row_grads",
+    "sample_rows",
     "sampling_before",
     "sampling_best",
     "sampling_draw",

@@ -1,10 +1,13 @@
-"""Tokens drawn in the epilogue of the Hopper forward: of all columns, at most 64 rows at a time, no logits in memory.
+"""Tokens of whole calls on Hopper, with little of the host's time.
 
-The tokens of sampling_torch.sampling_draw over the same logits, where no column is left out. hidden [N, D], weight
+draw_rows, draw_records: in the forward's epilogue, of all columns, at most 64 rows at a time, no logits in memory. The
+tokens of sampling_torch.sampling_draw over the same logits, where no column is left out. hidden [N, D], weight
 [V_local, D] of bf16 or fp16. What there is no such kernel for (N, strides, the first column) gives None.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -12,6 +15,8 @@ from torch import Tensor
 from vocabshard import _C
 from vocabshard.kernels.problem import DrawnRows, LocalProblem
 from vocabshard.kernels.sm90_inputs import ELEMENTS, addressable, for_tma, strides
+from vocabshard.kernels.sm90_sampling import fits
+from vocabshard.sampling import Step
 
 DRAWN_ROWS = 64  # at most
 RECORD_WORDS_DRAWN = 6
@@ -19,6 +24,28 @@ _AUTO: int = _C.SM90_PATHS["auto"]
 _NO_FOLD = _C.FoldRows(0, 0, True, 0, 0, 0, 0, 0, 0)
 
 Operands = tuple[Tensor, Tensor, Tensor | None, float | Tensor | None]  # hidden, weight, bias, inv_temperature
+
+
+def _operands(x: Operands) -> tuple[_C.Sm90Forward, tuple[int, int, int, float], tuple[Tensor, ...]]:
+    """The forward; bias, its type and the scales as kernels take them; and what has to live until they are launched."""
+    hidden, weight, bias, scale = x
+    row, column = strides(hidden)
+    if hidden.dtype != torch.float32 and not addressable(hidden.data_ptr(), row, column):
+        hidden = for_tma(hidden)
+        row, column = hidden.stride()
+    rows, depth = hidden.shape
+    call = _C.Sm90Forward(
+        hidden.device.index, ELEMENTS[hidden.dtype], rows, depth, weight.shape[0], hidden.data_ptr(), row, column,
+        weight.data_ptr(), *strides(weight), False, _AUTO,
+    )  # fmt: skip
+    alive: tuple[Tensor, ...] = (hidden,)
+    of_bias = element = 0
+    if bias is not None:
+        bias = bias if bias.stride(0) == 1 else bias.contiguous()
+        of_bias, element, alive = bias.data_ptr(), ELEMENTS[bias.dtype], (hidden, bias)
+    if isinstance(scale, Tensor):
+        return call, (of_bias, element, scale.data_ptr(), 1.0), alive
+    return call, (of_bias, element, 0, 1.0 if scale is None else scale), alive
 
 
 def _launch(
@@ -32,25 +59,14 @@ def _launch(
     cut: int = 0,
 ) -> bool:
     """Whether it was enqueued: the results land where `records`, or with 0 `fold`, `tokens` and `cut`, say."""
-    hidden, weight, bias, scale = x
-    device, (rows, depth) = hidden.device, hidden.shape
-    row, column = strides(hidden)
-    if rows > DRAWN_ROWS or hidden.dtype == torch.float32 or problem.entropy:
+    hidden, weight = x[0], x[1]
+    device = hidden.device
+    if hidden.shape[0] > DRAWN_ROWS or hidden.dtype == torch.float32 or problem.entropy:
         return False
-    if not addressable(hidden.data_ptr(), row, column):
-        hidden = for_tma(hidden)
-        row, column = hidden.stride()
-    if bias is not None and bias.stride(0) != 1:
-        bias = bias.contiguous()
-    columns = weight.shape[0]
-    call = _C.Sm90Forward(
-        device.index, ELEMENTS[hidden.dtype], rows, depth, columns, hidden.data_ptr(), row, column, weight.data_ptr(),
-        *strides(weight), False, _AUTO,
-    )  # fmt: skip
+    call, numbers, _alive = _operands(x)
     draw = _C.DrawRows(seed, 0 if row_keys is None else row_keys.data_ptr())
     if not call.draw(draw, problem.vocab_start, tokens, cut):
         return False
-    per_row = isinstance(scale, Tensor)
     workspace = torch.empty(call.plan()[1], dtype=torch.uint8, device=device)
     call.launch(
         torch._C._cuda_getCurrentRawStream(device.index),
@@ -58,23 +74,57 @@ def _launch(
         0,
         problem.vocab_start,
         problem.valid,
-        0 if bias is None else bias.data_ptr(),
-        0 if bias is None else ELEMENTS[bias.dtype],
-        scale.data_ptr() if per_row else 0,  # type: ignore[union-attr]
-        1.0 if per_row or scale is None else scale,  # type: ignore[arg-type]
+        *numbers,
         problem.softcap or 0.0,
         0,
-        columns,
+        weight.shape[0],
         records,
         fold,
     )
     return True
 
 
-def _new(rows: int, device: torch.device, want_lse: bool) -> DrawnRows:
-    tokens, cut = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+@functools.lru_cache(maxsize=256)
+def _truncations(steps: tuple[Step, ...]) -> _C.SamplingSteps:
+    return _C.SamplingSteps([tuple(step) for step in steps])
+
+
+def sample_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inv_temperature: float | Tensor | None,
+    problem: LocalProblem,
+    seed: int,
+    row_keys: Tensor,
+    steps: tuple[Step, ...],
+    ignore_index: int,
+    real_vocab_size: int,
+    invalid: str,
+    want_lse: bool = True,
+) -> DrawnRows | None:
+    """Of rows that are whole here, from their logits, in one call: what sm90.forward, sampling_rows and the fold do."""
+    rows, device = hidden.shape[0], hidden.device
+    if not (rows and weight.shape[0] and fits(problem)) or len(steps) > _C.SAMPLING_STEPS or problem.entropy:
+        return None
+    call, numbers, _alive = _operands((hidden, weight, bias, inv_temperature))
+    truncations = _truncations(steps)
+    drawn = torch.empty(3, rows, dtype=torch.int64, device=device)
+    out = DrawnRows(drawn[1], *_new(rows, device, want_lse))
+    workspace = torch.empty(call.sample_bytes(truncations), dtype=torch.uint8, device=device)
+    call.sample(
+        truncations, torch._C._cuda_getCurrentRawStream(device.index), workspace.data_ptr(), problem.vocab_start,
+        problem.valid, *numbers, problem.softcap or 0.0, seed, row_keys.data_ptr(), drawn.data_ptr(),
+        out.cut.data_ptr(), _fold(out, ignore_index, real_vocab_size, invalid),
+    )  # fmt: skip
+    return out
+
+
+def _new(rows: int, device: torch.device, want_lse: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cut, logp, lse."""
     logp = torch.empty(rows, dtype=torch.float32, device=device)
-    return DrawnRows(tokens, cut, logp, torch.empty_like(logp) if want_lse else None)
+    cut = torch.empty(rows, dtype=torch.int64, device=device)
+    return cut, logp, torch.empty_like(logp) if want_lse else None
 
 
 def _fold(out: DrawnRows, ignore_index: int, real_vocab_size: int, invalid: str) -> _C.FoldRows:
@@ -96,7 +146,8 @@ def draw_rows(
     want_lse: bool = True,
 ) -> DrawnRows | None:
     """Of rows that are whole here. row_keys int64 [N], contiguous, or None: 0, 1, 2, ..."""
-    out = _new(hidden.shape[0], hidden.device, want_lse)
+    rows, device = hidden.shape[0], hidden.device
+    out = DrawnRows(torch.empty(rows, dtype=torch.int64, device=device), *_new(rows, device, want_lse))
     fold = _fold(out, ignore_index, real_vocab_size, invalid)
     x = (hidden, weight, bias, inv_temperature)
     done = _launch(x, problem, seed, row_keys, 0, fold, out.tokens.data_ptr(), out.cut.data_ptr())
@@ -124,7 +175,7 @@ def fold_draws(
 ) -> DrawnRows:
     """int64 [W, 6, N] of all ranks: the first winner is drawn, and is the target."""
     device, (ranks, _, rows) = gathered.device, gathered.shape
-    out = _new(rows, device, want_lse)
+    out = DrawnRows(torch.empty(rows, dtype=torch.int64, device=device), *_new(rows, device, want_lse))
     fold = _fold(out, ignore_index, real_vocab_size, invalid)
     _C.sm90_fold_drawn(
         device.index, gathered.data_ptr(), ranks, rows, fold, out.tokens.data_ptr(), out.cut.data_ptr(),
