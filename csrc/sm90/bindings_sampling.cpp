@@ -84,6 +84,8 @@ void equal(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, i
 }  // namespace
 
 void register_sampling(py::module_& module) {
+  py::class_<SamplingSteps>(module, "SamplingSteps", "Truncations (kind, number, scaled) of a program.")
+      .def(py::init(&steps_of), py::arg("steps"));
   module.attr("SAMPLING_COLUMNS") = sampling_rows_columns();
   module.attr("SAMPLING_STREAM_BYTES") = sampling_stream_row_bytes();
   module.attr("SAMPLING_STEPS") = kMostSamplingSteps;

@@ -56,9 +56,8 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   constexpr int kColumns = kGroups * kGroupColumns;
   const RowWork& work = p.work;
-  const uint32_t thread = ptx::thread();
-  const int warp = thread / 32 % 4, lane = thread % 32;
-  const int q = lane % 4;
+  uint32_t thread = ptx::thread();
+  int warp = thread / 32 % 4, lane = thread % 32, q = lane % 4;
   const int32_t first_row = tile.x * Layout::kRows, first_column = tile.y * kGroupColumns;
   const int32_t columns = min(work.columns - first_column, tile.z * kGroupColumns);
   const int32_t valid = min(work.valid - first_column, tile.z * kGroupColumns);
@@ -83,11 +82,13 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   } else if (work.logits != nullptr) {
     store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
   }
-  if constexpr (kDraw)
+  if constexpr (kDraw) {
     draw_tile(acc, work, p.draw.seed, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), first_row, first_column,
-              tile.z, valid, warp, lane);
-  else if (work.cut != nullptr)
+              tile.z, valid);
+    thread = ptx::thread(), warp = thread / 32 % 4, lane = thread % 32, q = lane % 4;  // they were not kept so long
+  } else if (work.cut != nullptr) {
     leave_out(acc, work, first_row, first_column, warp, lane);
+  }
   if (work.scaled) {
 #pragma unroll
     for (int r = 0; r < 2 * kMBlocks; ++r) {
