@@ -158,21 +158,31 @@ def linear_forward(call: Call, x: LinearOperands) -> tuple[FoldedRows, Tensor | 
     keep = {} if kept is None else {"keep": kept}  # kernels that keep nothing need not know of it
     if call.sequence_parallel:
         records, logits = _gathered_forward(call, x, keep)
-    elif call.group is None and not keep and x.cut is None and hasattr(call.kernel, "forward_rows"):
+    elif not keep and _folds_at_once(call, x, "forward_rows"):
         rule = (call.ignore_index, call.real_vocab_size, call.invalid)
-        return *call.kernel.forward_rows(*x[:5], call.problem, *rule, want_logits=call.want_logits), None
+        cut = {} if x.cut is None else {"cut": x.cut}
+        return *call.kernel.forward_rows(*x[:5], call.problem, *rule, want_logits=call.want_logits, **cut), None
     else:
         records, logits = call.local_forward(x, want_logits=call.want_logits, **keep)
     return call.fold_records(records, x.target_ids), logits, kept
+
+
+def _folds_at_once(call: Call, x: LinearOperands, function: str) -> bool:
+    """Whether the kernels have one for forward and fold of a process alone."""
+    if call.group is not None or not hasattr(call.kernel, function):
+        return False
+    return x.cut is None or truncated.takes_cut(call.kernel, function)
 
 
 def linear_scores(
     call: Call, x: LinearOperands, want_lse: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """logp, lse, entropy and logits with no backward to come; what is not wanted may be None."""
-    if call.group is None and x.cut is None and hasattr(call.kernel, "forward_scores"):
+    if _folds_at_once(call, x, "forward_scores"):
         rule = (call.ignore_index, call.real_vocab_size, call.invalid)
-        return call.kernel.forward_scores(*x[:5], call.problem, *rule, want_lse=want_lse, want_logits=call.want_logits)
+        wanted: dict[str, Any] = {"want_lse": want_lse, "want_logits": call.want_logits}
+        cut = {} if x.cut is None else {"cut": x.cut}
+        return call.kernel.forward_scores(*x[:5], call.problem, *rule, **wanted, **cut)
     folded, logits, _ = linear_forward(call, x)
     return folded.logp, folded.lse, folded.entropy, logits
 

@@ -43,7 +43,7 @@ PATHS: dict[str, int] = _C.SM90_PATHS
 _NO_FOLD = _C.FoldRows(0, 0, True, 0, 0, 0, 0, 0, 0)
 _NOTHING_KEPT = _C.KeptRows(0, 0, 0, 0, 0, 0)
 CONTINUES_CHAIN = (torch.bfloat16, torch.float16, torch.float32)
-TAKES_CUT = ("forward", "backward", "logits_forward")
+TAKES_CUT = ("forward", "forward_rows", "forward_scores", "backward", "logits_forward")
 
 
 def _launch(
@@ -168,11 +168,12 @@ def _folded(
     invalid: str,
     want_logits: bool,
     outs: tuple[Tensor | None, ...],  # as FoldedRows has them; None: not wanted
+    cut: Tensor | None,
 ) -> Tensor | None:
     fold = _C.FoldRows(
         ignore_index, real_vocab_size, invalid == "nan", *[0 if out is None else out.data_ptr() for out in outs]
     )
-    return _launch(*x, problem, want_logits, "auto", 0, fold)
+    return _launch(*x, problem, want_logits, "auto", 0, fold, cut)
 
 
 def forward_rows(
@@ -187,6 +188,7 @@ def forward_rows(
     invalid: str,
     *,
     want_logits: bool = False,
+    cut: Tensor | None = None,
 ) -> tuple[FoldedRows, Tensor | None]:
     """The forward and the fold of a process alone, a launch fewer: the folded rows, and the logits where wanted."""
     rows, device = hidden.shape[0], hidden.device
@@ -196,7 +198,7 @@ def forward_rows(
 
     folded = FoldedRows(new(), new(), new() if problem.entropy else None, new(torch.int32), new(), new())
     x = (hidden, weight, bias, target_ids, inv_temperature)
-    return folded, _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, folded)
+    return folded, _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, folded, cut)
 
 
 def forward_scores(
@@ -212,6 +214,7 @@ def forward_scores(
     *,
     want_lse: bool,
     want_logits: bool = False,
+    cut: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The same without a backward to come: logp, lse, entropy and logits as far as they are wanted, nothing else."""
     wanted = (True, want_lse, problem.entropy)
@@ -220,7 +223,8 @@ def forward_scores(
     )
     assert logp is not None
     x, outs = (hidden, weight, bias, target_ids, inv_temperature), (logp, lse, entropy, None, None, None)
-    return logp, lse, entropy, _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, outs)
+    logits = _folded(x, problem, ignore_index, real_vocab_size, invalid, want_logits, outs, cut)
+    return logp, lse, entropy, logits
 
 
 def backward(

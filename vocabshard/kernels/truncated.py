@@ -1,6 +1,6 @@
 """Truncations for kernel modules that have none of their own: logits in bounded blocks, cut, and into their kernels.
 
-A module takes cut= by itself in those of forward, backward, logits_forward and logits_backward that `TAKES_CUT` names.
+A module takes cut= by itself in those of its functions that `TAKES_CUT` names.
 cut is int64 [N] (vocabshard/sampling.py); columns that it leaves out count as logits of -inf.
 """
 
