@@ -24,8 +24,10 @@ void launch_sampling_stream(const SamplingStream& call, cudaStream_t stream);
 
 // By these grids where there is a workspace and they can, else by clusters.
 inline void launch_sampling(const SamplingStream& call, cudaStream_t stream) {
-  call.workspace != nullptr&& streams_rows(call.rows) ? launch_sampling_stream(call, stream)
-                                                      : launch_sampling_rows(call.rows, stream);
+  if (call.workspace == nullptr || !streams_rows(call.rows))
+    launch_sampling_rows(call.rows, stream);
+  else
+    launch_sampling_stream(call, stream);
 }
 
 }  // namespace vocabshard::sm90
