@@ -183,7 +183,7 @@ VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_
     if constexpr (kTop) start_lists<kMBlocks>(p, consumer, block);
   }
   if (consumer == 1) ptx::barrier_arrive(kEpilogueTurn, 2 * kWarpgroup);
-  take_turns<Element, kMBlocks, kGroups, Layout::kRing>(
+  take_turns<Element, kMBlocks, kGroups, Layout::kRing, kTop>(
       p.operands, base, shared, count,
       [&p, base, consumer](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool more) {
         ptx::barrier_sync(kEpilogueTurn + consumer, 2 * kWarpgroup);
