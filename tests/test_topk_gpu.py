@@ -155,3 +155,18 @@ def test_a_row_alone_and_operands_off_16_bytes() -> None:
         out = vs.linear_logp(h, w, target, bias, topk=20)
         for name in ("logp", "top_ids", "top_logp", "target_rank"):
             assert_same_bytes(getattr(out, name), getattr(whole, name), name)
+
+
+@pytest.mark.parametrize("rows", [65, 130, 300, 600])
+def test_a_target_of_minus_infinity_at_any_rank(rows: int) -> None:
+    from vocabshard.kernels import sampling_torch, sm90
+
+    hidden, weight, bias, target = inputs(rows, 64, 20011, "odd")
+    problem = LocalProblem(100, 20011, None, False)
+    _, z = sm90.forward(hidden, weight, bias, target, None, problem, want_logits=True)
+    assert z is not None
+    operands = sm90.TopkOperands(hidden, weight, bias, target, None, problem, None)
+    for first in (3, 1000, 9000, 30000):  # of ranks before and after, of the leading columns, and of the others
+        place = S.place_of(torch.full((rows,), -INF, device="cuda"), first + torch.arange(rows, device="cuda"))
+        _, _, before = sm90.topk_forward(operands, 20, place)
+        assert_same_bytes(before, sampling_torch.sampling_before(z, problem, place), f"before a target from {first} on")

@@ -78,7 +78,7 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   bool long_lists = false;
   if constexpr (kTop) {  // in place of logits, and of what is kept
     leave_out_padding(acc, valid, q);
-    long_lists = collect(acc, p, tile.w, first_row, first_column, warp, lane);
+    long_lists = collect(acc, p, tile.w, first_row, first_column, valid, warp, lane);
   } else if (work.logits != nullptr) {
     store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
   }

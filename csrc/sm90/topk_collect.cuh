@@ -118,10 +118,11 @@ VS_DEVICE void start_lists(const WgmmaParams& p, int place, int32_t block) {
   }
 }
 
-// z of a tile before any cut and temperature, -inf in padding. Returns whether a list of the warp is long now.
+// z of a tile before any cut and temperature, -inf from its column `valid` on, where there is no column or another
+// tile's. Returns whether a list of the warp is long now.
 template <int kMBlocks, int kGroups>
 VS_DEVICE bool collect(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, int place, int32_t first_row,
-                       int32_t first_column, int warp, int lane) {
+                       int32_t first_column, int32_t valid, int warp, int lane) {
   const int64_t first_id = p.work.vocab_start + first_column;
   bool grown = false;
 #pragma unroll
@@ -184,6 +185,13 @@ VS_DEVICE bool collect(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p
         for (int j = 0; j < 16; ++j)
           if (own && column > kGroupColumns * a + j && column < kGroupColumns * a + 16)
             larger += static_cast<int32_t>(target >> 32) == order_of(acc.at(r, a, j));
+    }
+    if (__any_sync(~0u, counts && is_nan(of_target.before))) {  // a target of -inf: what stands for no column counted
+#pragma unroll 1
+      for (int32_t a = 0; a < kGroups; ++a) {
+        const int32_t first = kGroupColumns * a;
+        larger -= max(min(column - first, 16) - max(valid - lane % 4 * 16 - first, 0), 0);
+      }
     }
     larger = counts ? larger : 0;
     larger += __shfl_xor_sync(~0u, larger, 1);
