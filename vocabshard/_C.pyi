@@ -498,6 +498,61 @@ def sm90_grad_weight(
 ) -> None:
     """grad [Vb, D] = or += (init or 0) + dlogits [N, Vb]^T @ hidden [N, D]."""
 
+def sm90_backward_workspace(rows: int, width: int, bias: bool) -> int:
+    """Bytes that Sm90Backward works in."""
+
+class Sm90Backward:
+    """A backward that makes its logits again, by blocks of columns that end at `ends`, the widest `width` columns."""
+
+    def __init__(
+        self,
+        device: int,
+        stream: int,
+        element: int,
+        rows: int,
+        depth: int,
+        hidden: int,
+        hidden_row: int,
+        weight: int,
+        weight_row: int,
+        bias: int,
+        bias_element: int,
+        softcap: float,
+        row_inv_temperature: int,
+        inv_temperature: float,
+        plain: bool,
+        target_ids: int,
+        ignore_index: int,
+        real_vocab_size: int,
+        vocab_start: int,
+        ends: list[int],
+        width: int,
+        workspace: int,
+    ) -> None: ...
+    def launch(
+        self,
+        lse2_int: int,
+        lse2_frac: int,
+        entropy: int,
+        logp_grad: int,
+        logp_stride: int,
+        lse_grad: int,
+        lse_stride: int,
+        entropy_grad: int,
+        entropy_stride: int,
+        grad_hidden: int,
+        hidden_rounded: bool,
+        chain: int,
+        grad_weight: int,
+        grad_weight_row: int,
+        weight_added: bool,
+        grad_bias: int,
+    ) -> None:
+        """All but the last block's part of grad_weight and grad_bias."""
+
+    def finish(self) -> None:
+        """What launch left out."""
+
 SM90_DLOGITS_ROW_BYTES: int
 
 def sm90_row_grads(

@@ -67,7 +67,7 @@ class LinearLogp(torch.autograd.Function):
             (upstream[0], upstream[1], upstream[2]),
             KeptLogits(tuple(kept)) if kept else None,
             Needs(*ctx.needs_input_grad[:3]),
-            last_use=not _runs_again(),
+            last_use=bool(kept) and not _runs_again(),
         )
         return *gradients, None, None, None, None
 

@@ -135,13 +135,7 @@ def linear_logp(
         apart |= {"sampling": sampling, "cut": cut, "topk": topk}
         return _outside_the_graph(hidden, weight, target_ids, bias, **apart, **options)
     key = None
-    if (
-        weight is not None
-        and tp_group is None
-        and grad_options is None
-        and contract is None
-        and not (validate or strict)
-    ):
+    if weight is not None and tp_group is None and contract is None and not (validate or strict):
         per_row = isinstance(temperature, Tensor)
         key = key_of(
             (hidden, weight, target_ids, bias, cut),
@@ -149,6 +143,7 @@ def linear_logp(
              ignore_index, invalid, validate, return_entropy, return_logits, sequence_parallel, backend, sampling,
              topk),
             shard,
+            grad_options,
         )  # fmt: skip
         if key is not None and checks.autocasting(weight.device.type):
             key = None

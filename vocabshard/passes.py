@@ -229,7 +229,7 @@ def linear_backward(
     if call.sequence_parallel:
         ((_, hidden),) = gather_rows(x.hidden, call.group, pieces=False)
         x = x._replace(hidden=hidden)
-    run = _LocalBackward(call, x, saved, call.row_grads(x.target_ids, *upstream), kept, last_use)
+    run = _LocalBackward(call, x, saved, Upstream(*upstream), kept, last_use)
     ordered = call.grad.reduce == "ordered" and needs.hidden
     grad_hidden, grad_weight, grad_bias = run.ordered(needs) if ordered else run.summed(needs)
     if needs.weight and call.grad.main_grad is not None:
@@ -241,15 +241,36 @@ def linear_backward(
     return None if grad_hidden is None else grad_hidden.to(dtype), grad_weight, grad_bias
 
 
-class _LocalBackward(NamedTuple):
+@dataclass
+class _LocalBackward:
     """The operands of a backward, all N rows; grad_hidden comes back as this rank shall have it, not yet rounded."""
 
     call: Call
     x: LinearOperands
     saved: SavedRows
-    grads: RowGrads
+    upstream: Upstream
     kept: KeptLogits | None
     last_use: bool
+    _grads: RowGrads | None = None
+
+    @property
+    def grads(self) -> RowGrads:
+        """Upstream gradients as coefficients, made once."""
+        if self._grads is None:
+            self._grads = self.call.row_grads(self.x.target_ids, *self.upstream)
+        return self._grads
+
+    def whole(self, needs: Needs, how: GradPlan) -> Gradients:
+        """The kernel's backward of every row, from upstream gradients as they come where it takes them so."""
+        call = self.call
+        if self.kept is None and self.x.cut is None and hasattr(call.kernel, "backward_upstream"):
+            gradients = call.kernel.backward_upstream(
+                *self.x[:5], call.problem, self.saved, self.upstream, needs, how, call.ignore_index,
+                call.real_vocab_size,
+            )  # fmt: skip
+            if gradients is not None:
+                return gradients
+        return self.on(self.every_row, needs, how)
 
     def on(self, rows: slice, needs: Needs, how: GradPlan) -> Gradients:
         """The kernel's backward of those rows alone."""
@@ -285,7 +306,7 @@ class _LocalBackward(NamedTuple):
         call = self.call
         total = HiddenSum(call.group, call.grad.wire_dtype, call.sequence_parallel)
         if not needs.hidden:
-            return self.on(self.every_row, needs, GradPlan(call.grad.main_grad, last_use=self.last_use))
+            return self.whole(needs, GradPlan(call.grad.main_grad, last_use=self.last_use))
         parts = total.parts(*self.x.hidden.shape)
         how = GradPlan(
             call.grad.main_grad,
@@ -294,7 +315,7 @@ class _LocalBackward(NamedTuple):
             last_use=self.last_use,
             rounded_hidden=rank_and_size(call.group)[1] == 1,
         )
-        grad_hidden, grad_weight, grad_bias = self.on(self.every_row, needs, how)
+        grad_hidden, grad_weight, grad_bias = self.whole(needs, how)
         assert grad_hidden is not None
         return total.result(grad_hidden), grad_weight, grad_bias
 
@@ -309,7 +330,7 @@ class _LocalBackward(NamedTuple):
         everywhere = continue_over_group(accumulators, add, call.group)
         if needs.weight or needs.bias:
             alone = Needs(False, needs.weight, needs.bias)
-            _, grad_weight, grad_bias = self.on(self.every_row, alone, GradPlan(call.grad.main_grad))
+            _, grad_weight, grad_bias = self.whole(alone, GradPlan(call.grad.main_grad))
         grad_hidden = everywhere.wait()
         if call.sequence_parallel:
             rank, size = rank_and_size(call.group)

@@ -276,8 +276,8 @@ def make_plan(request: Request, operands: Operands, check: Callable[[], None]) -
     if request.sampling is not None and (request.sampling.truncates or request.cut_given):
         cut = "given" if request.cut_given else "found"
     looked = functions(call.kernel).ran if request.looks_at_logits else ""
-    kept = call.differentiable and request.grad != GradOptions()
-    by_looks = not (validate or kept or request.contract is not None or request.strict)
+    given = request.grad.main_grad is not None  # a tensor of one call
+    by_looks = not (validate or given or request.contract is not None or request.strict)
     return Plan(call, shard, choice, inv_temperature, flat, operands.dtypes, _outputs(request), cut, looked, by_looks)
 
 

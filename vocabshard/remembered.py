@@ -8,12 +8,15 @@ once the ranks have agreed on it.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from vocabshard import checks
+from vocabshard.options import GradOptions
+from vocabshard.passes import Outcome
 from vocabshard.plan import Plan
 from vocabshard.sampling import SamplingProgram
 from vocabshard.shard import VocabShard
@@ -32,12 +35,19 @@ class Key(NamedTuple):
 
 
 def key_of(
-    tensors: tuple[Tensor | None, ...], options: tuple[Hashable, ...], shard: VocabShard | None = None
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Hashable, ...],
+    shard: VocabShard | None = None,
+    grad: GradOptions | None = None,
 ) -> Key | None:
     """What the plan of a call over these tensors depends on, or None where it depends on more.
 
     options: numbers, texts, programs and None; their types count, so that True is not 1.
     """
+    if grad is not None:
+        if type(grad) is not GradOptions or grad.main_grad is not None:
+            return None
+        options = (*options, grad.save_logits_budget, grad.reduce, repr(grad.wire_dtype))
     looks: list[Hashable] = []
     for tensor in tensors:
         if tensor is None:
@@ -71,8 +81,11 @@ def recall(key: Key | None, target_ids: Tensor | None) -> Plan | None:
         target_ids = known.target_ids
     elif target_ids.dtype != torch.int64 or target_ids.dim() != 1 or not target_ids.is_contiguous():
         target_ids = target_ids.reshape(-1).to(torch.int64).contiguous()
+    call = known.call
+    if call.grad.save_logits_budget != 0:
+        call = replace(call, outcome=Outcome())  # what a call keeps is its own to tell
     return Plan(
-        known.call, shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs,
+        call, shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs,
         by_looks=True,
     )  # fmt: skip
 

@@ -42,6 +42,7 @@ struct SamplingSteps {
   }
 };
 
+void register_backward(pybind11::module_& module);
 void register_dlogits(pybind11::module_& module);
 void register_products(pybind11::module_& module);
 void register_sampling(pybind11::module_& module);

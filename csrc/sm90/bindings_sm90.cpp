@@ -109,6 +109,7 @@ DrawRows draw_rows(int64_t seed, uintptr_t row_keys) { return {true, seed, point
 }  // namespace
 
 void register_sm90(py::module_& module) {
+  register_backward(module);
   register_dlogits(module);
   register_products(module);
   register_sampling(module);

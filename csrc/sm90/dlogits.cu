@@ -22,27 +22,40 @@ constexpr int32_t kBandRows = 4096;  // of hidden, that stay in L2 while the blo
 
 unsigned blocks_of(int64_t n) { return static_cast<unsigned>((n + kThreads - 1) / kThreads); }
 
-__global__ void __launch_bounds__(kThreads) row_grads(const RowGradsCall p) {
-  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (n >= p.rows) return;
+struct Coefficients {
+  float target, softmax, entropy;
+};
+
+__device__ Coefficients coefficients(const RowGradsCall& p, int64_t n) {
   const int64_t id = p.target_ids[n];
   const bool scored = id != p.ignore_index && id >= 0 && id < p.real_vocab_size;
   const float target = p.logp != nullptr && scored ? p.logp[n * p.logp_stride] : 0.0f;
-  p.grad_target[n] = target;
-  p.grad_softmax[n] = p.lse == nullptr ? -target : add(p.lse[n * p.lse_stride], -target);
-  if (p.entropy != nullptr) p.grad_entropy[n] = p.entropy[n * p.entropy_stride];
+  return {target, p.lse == nullptr ? -target : add(p.lse[n * p.lse_stride], -target),
+          p.entropy == nullptr ? 0.0f : p.entropy[n * p.entropy_stride]};
+}
+
+__global__ void __launch_bounds__(kThreads) row_grads(const RowGradsCall p) {
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= p.rows) return;
+  const Coefficients of_row = coefficients(p, n);
+  p.grad_target[n] = of_row.target;
+  p.grad_softmax[n] = of_row.softmax;
+  if (p.entropy != nullptr) p.grad_entropy[n] = of_row.entropy;
 }
 
 // One thread a row.
 __device__ bool write_terms(const DlogitsRowsCall& p, int64_t n) {
-  const float target = p.grad_target[n], softmax = p.grad_softmax[n];
-  const float entropy = p.grad_entropy == nullptr ? 0.0f : p.grad_entropy[n];
+  const bool of_entropy = (p.from_upstream ? p.upstream.entropy : p.grad_entropy) != nullptr;
+  const auto [target, softmax, entropy] =
+      p.from_upstream
+          ? coefficients(p.upstream, n)
+          : Coefficients{p.grad_target[n], p.grad_softmax[n], of_entropy ? p.grad_entropy[n] : 0.0f};
   const float frac = p.lse2_frac[n];
   const float scale = p.row_inv_temperature == nullptr ? p.inv_temperature : p.row_inv_temperature[n];
   const bool active = target != 0.0f || softmax != 0.0f || entropy != 0.0f;
   // softmax - entropy * (log p + H), as a function of log2 p
   float factor = softmax, slope = 0.0f;
-  if (p.grad_entropy != nullptr) {
+  if (of_entropy) {
     factor = fma(-entropy, p.entropy[n], softmax);
     slope = mul(-entropy, static_cast<float>(kLn2));
   }

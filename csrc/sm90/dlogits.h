@@ -36,10 +36,12 @@ struct DlogitsRowsCall {
   int64_t rows;
   const int32_t* lse2_int;  // all [rows]
   const float* lse2_frac;
-  const float* entropy;  // or null, as grad_entropy
-  const float* grad_target;
+  const float* entropy;      // or null, as the gradient of the entropy
+  const float* grad_target;  // not read if from_upstream
   const float* grad_softmax;
   const float* grad_entropy;
+  bool from_upstream;
+  RowGradsCall upstream;  // what it would write is worked out here
   const int64_t* target_ids;  // global
   int64_t vocab_start, valid;
   const float* row_inv_temperature;  // or null

@@ -9,6 +9,9 @@ A kernel module has
     backward(hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how)
         -> grad_hidden fp32 [N, D] (see GradPlan.rounded_hidden) | None, grad_weight | None, grad_bias | None
     row_grads(upstream, target_ids, ignore_index, real_vocab_size) -> RowGrads      where it has a kernel for that
+    backward_upstream(..., saved, upstream, needs, how, ignore_index, real_vocab_size) -> what backward gives, or None
+                                                            (optional) the same from upstream gradients as they come,
+                                                            of all rows; None: it would rather have RowGrads
     kept_bytes_per_row(columns, dtype) -> int         what KeptLogits take; 0: this kernel keeps nothing
     new_kept(rows, columns, dtype, device) -> KeptLogits    to be filled by forward(keep=...), of problem.valid columns
     why_not_kept(hidden, weight, problem) -> str      (optional) why it keeps nothing of such operands, "" where it does

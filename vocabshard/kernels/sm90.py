@@ -17,6 +17,7 @@ from vocabshard.contract import check_constants
 from vocabshard.kernels import cuda_logits, sm90_backward, truncated
 from vocabshard.kernels.cuda_logits import logits_backward, logits_backward_upstream, logits_rows, logits_scores
 from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
+from vocabshard.kernels.sm90_at_once import backward_upstream
 from vocabshard.kernels.sm90_backward import row_grads
 from vocabshard.kernels.sm90_beside import Operands as TopkOperands
 from vocabshard.kernels.sm90_beside import topk_forward, topk_places
@@ -272,6 +273,7 @@ __all__ = [
     "KEPT_ROWS",
     "TopkOperands",
     "backward",
+    "backward_upstream",
     "draw_records",
     "draw_rows",
     "fold_draws",

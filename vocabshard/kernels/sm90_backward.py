@@ -26,7 +26,8 @@ from vocabshard.kernels.problem import (
     SavedRows,
     Upstream,
 )
-from vocabshard.kernels.sm90_cut import COLUMNS, MOST_ROWS, ROWS, Blocks
+from vocabshard.kernels.sm90_cut import COLUMNS, ROWS, Blocks
+from vocabshard.kernels.sm90_cut import MOST_ROWS as MOST_ROWS
 from vocabshard.kernels.sm90_cut import cut as cut_into_blocks
 from vocabshard.kernels.sm90_fma import FMA_CHAIN
 from vocabshard.kernels.sm90_inputs import ELEMENTS, for_tma, plain_strides, readable_by_tma
