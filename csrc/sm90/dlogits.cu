@@ -179,8 +179,8 @@ void launch_dlogits(const DlogitsCall& call, cudaStream_t stream) {
   const int64_t tiles = static_cast<int64_t>(p.units) * p.rounds;
   require(tiles < (int64_t{1} << 31), "too many tiles in a block");
   const int32_t clusters = static_cast<int32_t>(std::min<int64_t>(tiles, std::max(multiprocessor_count() / 2, 1)));
-  half_precision ? launch_dlogits_fp16(p, call.plain, clusters, stream)
-                 : launch_dlogits_bf16(p, call.plain, clusters, stream);
+  const DlogitsKind kind = call.plain ? kPlainDlogits : call.softcap == 0.0f ? kScaledDlogits : kCappedDlogits;
+  half_precision ? launch_dlogits_fp16(p, kind, clusters, stream) : launch_dlogits_bf16(p, kind, clusters, stream);
   check_launch("dlogits");
 }
 

@@ -86,22 +86,22 @@ VS_DEVICE float soft_cap_slope(float capped, float inverse_cap) {
   return ptx::is_infinite(capped) ? 0.0f : fma(-tanh, tanh, 1.0f);
 }
 
-// kPlain: no softcap, no temperature, no gradient of the entropy, no cut.
-template <bool kPlain>
+template <DlogitsKind kKind>
 VS_DEVICE float dlogit(float capped, const DlogitsRow& row, float inverse_cap) {
-  if constexpr (kPlain) {
+  if constexpr (kKind == kPlainDlogits) {
     return mul(ptx::exp2(log2_p(capped, row)), row.factor);
   } else {
     // from 2^-200 on p is 0, and -inf would make NaN of it; a NaN dropped here is in row.factor
     const float l = fmaxf(log2_p(mul(capped, row.scale), row), -200.0f);
     const float d = mul(ptx::exp2(l), fma(row.slope, l, row.factor));
-    return inverse_cap == 0.0f ? d : mul(d, soft_cap_slope(capped, inverse_cap));
+    return kKind == kCappedDlogits ? mul(d, soft_cap_slope(capped, inverse_cap)) : d;
   }
 }
 
 // The target's: near p = 1 by p - 1, which keeps the digits that p itself has lost.
-template <bool kPlain>
+template <DlogitsKind kKind>
 VS_DEVICE float dlogit_target(float capped, const DlogitsRow& row, float target_grad, float inverse_cap) {
+  constexpr bool kPlain = kKind == kPlainDlogits;
   const float y = kPlain ? capped : mul(capped, row.scale);
   if (is_neg_inf(y)) return 0.0f;
   const float l = log2_p(y, row), factor = kPlain ? row.factor : fma(row.slope, l, row.factor);
@@ -117,7 +117,7 @@ VS_DEVICE float dlogit_target(float capped, const DlogitsRow& row, float target_
     d = fma(factor, ptx::exp2(fmaxf(l, -200.0f)), target_grad);
     if (is_nan(l)) d = l;
   }
-  return kPlain || inverse_cap == 0.0f ? d : mul(d, soft_cap_slope(capped, inverse_cap));
+  return kKind == kCappedDlogits ? mul(d, soft_cap_slope(capped, inverse_cap)) : d;
 }
 
 // A consumer warp's own part of what holds kBytes for each.
@@ -161,7 +161,7 @@ VS_DEVICE void sum_rows(float* scratch, const float (&d)[16], float* sums, bool 
   __syncwarp();
 }
 
-template <class Element, bool kPlain, int kMBlocks, int kGroups>
+template <class Element, DlogitsKind kKind, int kMBlocks, int kGroups>
 VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const DlogitsParams& p, const int4& tile,
                               char* base) {
   using Layout = DlogitsLayout<kMBlocks, kGroups>;
@@ -185,7 +185,7 @@ VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const Dlogits
     ptx::barrier_sync(barrier, kWarpgroup);  // nobody reads any more when the next tile's bias is written
   }
   float inverse_cap = 0.0f;
-  if (!kPlain && p.cap != 0.0f) {
+  if constexpr (kKind == kCappedDlogits) {
     softcap_all(acc, p.cap);
     inverse_cap = div(1.0f, p.cap);
   }
@@ -198,7 +198,7 @@ VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const Dlogits
     const DlogitsRow* at = p.row_terms + min(n, p.rows - 1);
     const DlogitsRow row = load_row(at);
     // as the forward did; of -inf the gradient is 0
-    if (!kPlain && p.cut != nullptr)
+    if (kKind != kPlainDlogits && p.cut != nullptr)
       leave_out<kGroups>(lane_cut(p.cut[min(n, p.rows - 1)], p.vocab_start + first_column + 16 * q),
                          [&](int a, int j) -> float& { return acc.at(r, a, j); });
     const uint32_t keep = n < p.rows ? row.keep : 0;
@@ -212,11 +212,11 @@ VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const Dlogits
       if (here) {
 #pragma unroll
         for (int j = 0; j < 16; ++j) of_target = mine == j ? acc.at(r, a, j) : of_target;
-        of_target = dlogit_target<kPlain>(of_target, row, ptx::load_float(&at->target_grad), inverse_cap);
+        of_target = dlogit_target<kKind>(of_target, row, ptx::load_float(&at->target_grad), inverse_cap);
       }
       float d[16];
 #pragma unroll
-      for (int j = 0; j < 16; ++j) d[j] = dlogit<kPlain>(acc.at(r, a, j), row, inverse_cap);
+      for (int j = 0; j < 16; ++j) d[j] = dlogit<kKind>(acc.at(r, a, j), row, inverse_cap);
       if (here) {
 #pragma unroll
         for (int j = 0; j < 16; ++j) d[j] = mine == j ? of_target : d[j];
@@ -249,7 +249,7 @@ VS_DEVICE void finish_dlogits(Accumulator<kMBlocks, kGroups>& acc, const Dlogits
   ptx::barrier_sync(barrier, kWarpgroup);  // read before the next tile's sums are written
 }
 
-template <class Element, bool kPlain, int kMBlocks, int kGroups>
+template <class Element, DlogitsKind kKind, int kMBlocks, int kGroups>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     dlogits_wgmma(const __grid_constant__ DlogitsParams p) {
   extern __shared__ __align__(1024) char base[];
@@ -266,16 +266,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     ptx::registers_raise<kConsumerRegisters>();
     take_turns<Element, kMBlocks, kGroups, kStages, true>(
         p.operands, base, shared, count, [&p](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool) {
-          if (tile.z > 0) finish_dlogits<Element, kPlain>(acc, p, tile, base);
+          if (tile.z > 0) finish_dlogits<Element, kKind>(acc, p, tile, base);
         });
   }
   finish_ring();
 }
 
-template <class Element, bool kPlain>
+template <class Element, DlogitsKind kKind>
 void launch_dlogits_one(const DlogitsParams& p, int32_t clusters, cudaStream_t stream) {
   constexpr int kMBlocks = kDlogitsShape.m_blocks, kGroups = kDlogitsShape.groups;
-  const auto kernel = dlogits_wgmma<Element, kPlain, kMBlocks, kGroups>;
+  const auto kernel = dlogits_wgmma<Element, kKind, kMBlocks, kGroups>;
   constexpr int kBytes = DlogitsLayout<kMBlocks, kGroups>::kBytes;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
   kernel<<<2 * clusters, kMainloopThreads, kBytes, stream>>>(p);

@@ -23,8 +23,11 @@ struct alignas(128) DlogitsParams {
 
 constexpr WgmmaShape kDlogitsShape = {2, 3};
 
+// Plain: no temperature, no gradient of the entropy, no softcap. Scaled: no softcap.
+enum DlogitsKind : int32_t { kPlainDlogits = 0, kScaledDlogits = 1, kCappedDlogits = 2 };
+
 // One translation unit an element type: they take long to compile.
-void launch_dlogits_bf16(const DlogitsParams& p, bool plain, int32_t clusters, cudaStream_t stream);
-void launch_dlogits_fp16(const DlogitsParams& p, bool plain, int32_t clusters, cudaStream_t stream);
+void launch_dlogits_bf16(const DlogitsParams& p, DlogitsKind kind, int32_t clusters, cudaStream_t stream);
+void launch_dlogits_fp16(const DlogitsParams& p, DlogitsKind kind, int32_t clusters, cudaStream_t stream);
 
 }  // namespace vocabshard::sm90

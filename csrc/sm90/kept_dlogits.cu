@@ -37,7 +37,7 @@ VS_DEVICE void row_dlogits(float (&d)[kWidth], const uint4& codes, const Dlogits
   const int64_t target = row.target < 0 ? -1 : row.target - p.first_column - column;
   if (target >= 0 && target < kWidth) {
     row.scale = 1.0f;
-    const float of_target = dlogit_target<kPlain>(p.target_y[n], row, at->target_grad, 0.0f);
+    const float of_target = dlogit_target<kPlain ? kPlainDlogits : kScaledDlogits>(p.target_y[n], row, at->target_grad, 0.0f);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) d[j] = target == j ? of_target : d[j];
   }
