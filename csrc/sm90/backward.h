@@ -1,5 +1,6 @@
-// A whole backward that makes logits again: every launch of it, by one call or by two. Raw pointers, strides in elements,
-// a stream of the current device; nothing synchronises, nothing is allocated, everything can be captured in a graph.
+// A whole backward that makes logits again: every launch of it, by one call or by two. Raw pointers, strides in
+// elements, a stream of the current device; nothing synchronises, nothing is allocated, everything can be captured in a
+// graph.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -47,9 +47,8 @@ __global__ void __launch_bounds__(kThreads) row_grads(const RowGradsCall p) {
 __device__ bool write_terms(const DlogitsRowsCall& p, int64_t n) {
   const bool of_entropy = (p.from_upstream ? p.upstream.entropy : p.grad_entropy) != nullptr;
   const auto [target, softmax, entropy] =
-      p.from_upstream
-          ? coefficients(p.upstream, n)
-          : Coefficients{p.grad_target[n], p.grad_softmax[n], of_entropy ? p.grad_entropy[n] : 0.0f};
+      p.from_upstream ? coefficients(p.upstream, n)
+                      : Coefficients{p.grad_target[n], p.grad_softmax[n], of_entropy ? p.grad_entropy[n] : 0.0f};
   const float frac = p.lse2_frac[n];
   const float scale = p.row_inv_temperature == nullptr ? p.inv_temperature : p.row_inv_temperature[n];
   const bool active = target != 0.0f || softmax != 0.0f || entropy != 0.0f;

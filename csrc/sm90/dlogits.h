@@ -41,7 +41,7 @@ struct DlogitsRowsCall {
   const float* grad_softmax;
   const float* grad_entropy;
   bool from_upstream;
-  RowGradsCall upstream;  // what it would write is worked out here
+  RowGradsCall upstream;      // what it would write is worked out here
   const int64_t* target_ids;  // global
   int64_t vocab_start, valid;
   const float* row_inv_temperature;  // or null
