@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import vocabshard as vs
-from vocabshard.kernels import sm90_kept
+from vocabshard.kernels import sm90_kept, sm90_turned
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.testing.compare import assert_same_bytes
 from vocabshard.testing.dlogits import dlogits
@@ -362,6 +362,39 @@ def test_rounded_on_its_way_out(n: int, d: int) -> None:
         torch.autograd.grad(logp, (h, w), upstream(n)[0], retain_graph=retain) for retain in (True, False)
     )
     for a, b, name in zip(in_place, in_blocks, ("hidden", "weight"), strict=True):
+        assert_same_bytes(a, b, name)
+
+
+@on_hopper
+@pytest.mark.parametrize("keeps_up", [1.0, 300.0])
+@pytest.mark.parametrize("of_entropy", [False, True])
+@pytest.mark.parametrize("n, d, v", [(1300, 192, 30001), (1024, 512, 50304), (4099, 128, 20000)])
+def test_turned_beside_the_product(
+    n: int, d: int, v: int, of_entropy: bool, keeps_up: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows or some by idle warps: the bytes of codes that are turned in a pass of their own, in blocks."""
+    monkeypatch.setattr(sm90_turned, "KEEPS_UP", keeps_up)
+    assert sm90_turned.pays(n, v - 60, 66) and sm90_turned.turned_rows(n, d) > 0
+    hidden, weight, _, target = problem(n, d, v)
+    target[:64] = torch.arange(64, device="cuda") * 397
+    target.clamp_(max=v - 61)
+    target[::3] = -100
+    hidden[3::6] = float("nan")  # in rows that count for nothing
+    gs = [g.clone() for g in upstream(n)]
+    gs[2][target == -100] = 0
+    options = vs.GradOptions(save_logits_budget=1 << 34)
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    out = vs.linear_logp(
+        h, w, target, backend="sm90", grad_options=options, return_entropy=of_entropy, return_lse=True,
+        real_vocab_size=v - 60, temperature=0.9,
+    )  # fmt: skip
+    outs = [out.logp, out.entropy] if of_entropy else [out.logp]
+    upstreams = [gs[0], gs[2]][: len(outs)]
+    in_blocks, in_place = (
+        torch.autograd.grad(outs, (h, w), upstreams, retain_graph=retain) for retain in (True, False)
+    )
+    for a, b, name in zip(in_place, in_blocks, ("hidden", "weight"), strict=True):
+        assert torch.isfinite(a).all()
         assert_same_bytes(a, b, name)
 
 

@@ -495,6 +495,7 @@ def sm90_grad_weight(
     grad_element: int,
     add: bool = False,
     stream: int,
+    turn: Sm90DlogitsKept | None = None,
 ) -> None:
     """grad [Vb, D] = or += (init or 0) + dlogits [N, Vb]^T @ hidden [N, D]."""
 
@@ -644,26 +645,30 @@ def sm90_add_fma_product(
 ) -> None:
     """out [rows, columns] fp32 goes on by a [rows, depth] @ b [depth, columns], one FMA at a time."""
 
-def sm90_dlogits_kept(
-    *,
-    device: int,
-    rows: int,
-    columns: int,
-    codes: int,
-    codes_row: int,
-    references: int,
-    references_group: int,
-    target_y: int,
-    plain: bool,
-    first_column: int,
-    row_terms: int,
-    out: int,
-    out_row: int,
-    bias_sums: int = 0,
-    sums_row: int = 0,
-    stream: int,
-) -> None:
+class Sm90DlogitsKept:
     """dlogits of a block of columns from what the forward kept of them, in bf16, [rows, out_row]."""
+
+    def __init__(
+        self,
+        *,
+        device: int,
+        rows: int,
+        columns: int,
+        codes: int,
+        codes_row: int,
+        references: int,
+        references_group: int,
+        target_y: int,
+        plain: bool,
+        first_column: int,
+        row_terms: int,
+        out: int,
+        out_row: int,
+        bias_sums: int = 0,
+        sums_row: int = 0,
+    ) -> None: ...
+    def launch(self, stream: int) -> None:
+        """A pass of its own."""
 
 def sm90_bias_sums(
     *, device: int, sums: int, blocks: int, stride: int, columns: int, grad_bias: int, bias_element: int, stream: int

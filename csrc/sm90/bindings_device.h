@@ -5,6 +5,7 @@
 
 #include "sm90/check.h"
 #include "sm90/sampling_launch.h"
+#include "sm90/dlogits.h"
 
 namespace vocabshard::sm90 {
 
@@ -40,6 +41,10 @@ struct SamplingSteps {
     call.steps = count;
     for (int i = 0; i < count; ++i) call.step[i] = step[i];
   }
+// Python's Sm90DlogitsKept.
+struct DeviceDlogitsKept {
+  DlogitsKeptCall call;
+  int device;
 };
 
 void register_backward(pybind11::module_& module);

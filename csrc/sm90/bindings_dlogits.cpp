@@ -86,29 +86,36 @@ void register_dlogits(py::module_& module) {
       py::arg("row_terms"), py::arg("out"), py::arg("out_row"), py::arg("bias_sums") = 0, py::arg("cut") = 0,
       py::arg("first_id") = 0, py::arg("stream"),
       "dlogits of a block of columns, rounded to the element, [rows, out_row]; 0 where `cut` leaves out.");
-  module.def(
-      "sm90_dlogits_kept",
-      [](int device, int64_t rows, int64_t columns, uintptr_t codes, int64_t codes_row, uintptr_t references,
-         int64_t references_group, uintptr_t target_y, bool plain, int64_t first_column, uintptr_t row_terms,
-         uintptr_t out, int64_t out_row, uintptr_t bias_sums, int64_t sums_row, uintptr_t stream) {
-        DlogitsKeptCall call = {};
-        call.rows = rows, call.columns = columns;
-        call.codes = pointer<uint16_t>(codes), call.codes_row = codes_row;
-        call.references = pointer<float>(references), call.references_group = references_group;
-        call.target_y = pointer<float>(target_y);
-        call.plain = plain;
-        call.first_column = first_column;
-        call.row_terms = pointer<DlogitsRow>(row_terms);
-        call.out = pointer<void>(out), call.out_row = out_row;
-        call.bias_sums = pointer<float>(bias_sums), call.sums_row = sums_row;
-        const OnDevice guard(device);
-        launch_dlogits_kept(call, as_stream(stream));
-      },
-      py::kw_only(), py::arg("device"), py::arg("rows"), py::arg("columns"), py::arg("codes"), py::arg("codes_row"),
-      py::arg("references"), py::arg("references_group"), py::arg("target_y"), py::arg("plain"),
-      py::arg("first_column"), py::arg("row_terms"), py::arg("out"), py::arg("out_row"), py::arg("bias_sums") = 0,
-      py::arg("sums_row") = 0, py::arg("stream"),
-      "dlogits of a block of columns from what the forward kept of them, in bf16, [rows, out_row].");
+  py::class_<DeviceDlogitsKept>(
+      module, "Sm90DlogitsKept",
+      "dlogits of a block of columns from what the forward kept of them, bf16 [rows, out_row].")
+      .def(py::init([](int device, int64_t rows, int64_t columns, uintptr_t codes, int64_t codes_row,
+                       uintptr_t references, int64_t references_group, uintptr_t target_y, bool plain,
+                       int64_t first_column, uintptr_t row_terms, uintptr_t out, int64_t out_row, uintptr_t bias_sums,
+                       int64_t sums_row) {
+             DlogitsKeptCall call = {};
+             call.rows = rows, call.columns = columns;
+             call.codes = pointer<uint16_t>(codes), call.codes_row = codes_row;
+             call.references = pointer<float>(references), call.references_group = references_group;
+             call.target_y = pointer<float>(target_y);
+             call.plain = plain;
+             call.first_column = first_column;
+             call.row_terms = pointer<DlogitsRow>(row_terms);
+             call.out = pointer<void>(out), call.out_row = out_row;
+             call.bias_sums = pointer<float>(bias_sums), call.sums_row = sums_row;
+             return DeviceDlogitsKept{call, device};
+           }),
+           py::kw_only(), py::arg("device"), py::arg("rows"), py::arg("columns"), py::arg("codes"),
+           py::arg("codes_row"), py::arg("references"), py::arg("references_group"), py::arg("target_y"),
+           py::arg("plain"), py::arg("first_column"), py::arg("row_terms"), py::arg("out"), py::arg("out_row"),
+           py::arg("bias_sums") = 0, py::arg("sums_row") = 0)
+      .def(
+          "launch",
+          [](const DeviceDlogitsKept& kept, uintptr_t stream) {
+            const OnDevice guard(kept.device);
+            launch_dlogits_kept(kept.call, as_stream(stream));
+          },
+          py::arg("stream"), "A pass of its own.");
   module.def(
       "sm90_bias_sums",
       [](int device, uintptr_t sums, int64_t blocks, int64_t stride, int64_t columns, uintptr_t grad_bias,

@@ -36,7 +36,8 @@ void register_products(py::module_& module) {
       "sm90_grad_weight",
       [](int device, int32_t element, int64_t rows, int64_t depth, int64_t columns, uintptr_t dlogits,
          int64_t dlogits_row, uintptr_t hidden, int64_t hidden_row, uintptr_t row_mask, uintptr_t init,
-         int64_t init_row, uintptr_t grad, int64_t grad_row, int32_t grad_element, bool add, uintptr_t stream) {
+         int64_t init_row, uintptr_t grad, int64_t grad_row, int32_t grad_element, bool add, uintptr_t stream,
+         const DeviceDlogitsKept* turn) {
         if (grad_element != kFloat && (add || grad_element != element))
           throw std::invalid_argument("grad must be fp32, or of the operands' type and not added to");
         ProductCall call = {};
@@ -47,13 +48,14 @@ void register_products(py::module_& module) {
         call.init = pointer<float>(init), call.init_row = init_row;
         call.out = pointer<void>(grad), call.out_row = grad_row;
         call.output = grad_element != kFloat ? kProductElement : add ? kProductAdd : kProductFloat;
+        if (turn != nullptr) call.turn = turn->call;
         const OnDevice guard(device);
         launch_product(call, as_stream(stream));
       },
       py::kw_only(), py::arg("device"), py::arg("element"), py::arg("rows"), py::arg("depth"), py::arg("columns"),
       py::arg("dlogits"), py::arg("dlogits_row"), py::arg("hidden"), py::arg("hidden_row"), py::arg("row_mask") = 0,
       py::arg("init") = 0, py::arg("init_row") = 0, py::arg("grad"), py::arg("grad_row"), py::arg("grad_element"),
-      py::arg("add") = false, py::arg("stream"),
+      py::arg("add") = false, py::arg("stream"), py::arg("turn") = nullptr,
       "grad [Vb, D] = or += (init or 0) + dlogits [N, Vb]^T @ hidden [N, D].");
   module.def(
       "sm90_add_fma_product",

@@ -1,6 +1,7 @@
 // What the dlogits kernel is given.
 #pragma once
 
+#include "sm90/dlogit.h"
 #include "sm90/dlogits.h"
 #include "sm90/params.h"
 
@@ -22,9 +23,6 @@ struct alignas(128) DlogitsParams {
 };
 
 constexpr WgmmaShape kDlogitsShape = {2, 3};
-
-// Plain: no temperature, no gradient of the entropy, no softcap. Scaled: no softcap.
-enum DlogitsKind : int32_t { kPlainDlogits = 0, kScaledDlogits = 1, kCappedDlogits = 2 };
 
 // One translation unit an element type: they take long to compile.
 void launch_dlogits_bf16(const DlogitsParams& p, DlogitsKind kind, int32_t clusters, cudaStream_t stream);

@@ -3,8 +3,8 @@
 // A thread has 8 columns and goes down some rows of them: its loads are 16 bytes, a CTA's of a row 4 KiB.
 #include <stdexcept>
 
-#include "sm90/dlogits.cuh"
-#include "sm90/kept_code.h"
+#include "sm90/check.h"
+#include "sm90/kept_turn.cuh"
 #include "sm90/launch.h"
 
 namespace vocabshard::sm90 {
@@ -17,11 +17,6 @@ constexpr int kKeptRows = 32, kSummedRows = 128, kAtOnce = 4;  // rows of a CTA;
 VS_DEVICE uint32_t code_of(const uint4& x, int i) {
   const uint32_t pair = i / 2 == 0 ? x.x : i / 2 == 1 ? x.y : i / 2 == 2 ? x.z : x.w;
   return i % 2 == 0 ? pair & 0xffffu : pair >> 16;
-}
-
-template <bool kPlain>
-VS_DEVICE float kept_dlogit(float l, const DlogitsRow& row) {
-  return mul(ptx::exp2(l), kPlain ? row.factor : fma(row.slope, l, row.factor));
 }
 
 // 8 columns of a row from `column` on.
@@ -37,7 +32,8 @@ VS_DEVICE void row_dlogits(float (&d)[kWidth], const uint4& codes, const Dlogits
   const int64_t target = row.target < 0 ? -1 : row.target - p.first_column - column;
   if (target >= 0 && target < kWidth) {
     row.scale = 1.0f;
-    const float of_target = dlogit_target<kPlain ? kPlainDlogits : kScaledDlogits>(p.target_y[n], row, at->target_grad, 0.0f);
+    const float of_target =
+        dlogit_target<kPlain ? kPlainDlogits : kScaledDlogits>(p.target_y[n], row, at->target_grad, 0.0f);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) d[j] = target == j ? of_target : d[j];
   }

@@ -33,6 +33,12 @@ void launch_product(const ProductCall& call, cudaStream_t stream) {
           "the sums must have bases and row strides on 16 bytes");
   require(call.transposed || call.init == nullptr || (call.output == kProductFloat && call.init == call.out),
           "grad_hidden goes on from itself in fp32, or a chain of its own is added to it or stored");
+  const DlogitsKeptCall& turn = call.turn;
+  require(turn.codes == nullptr ||
+              (call.transposed && call.init == nullptr && call.element == kBfloat16 && turn.out == turn.codes &&
+               turn.out_row == turn.codes_row && turn.bias_sums == nullptr && turn.rows > 0 && turn.rows < kMost &&
+               (turn.columns / 64 + 1) * turn.references_group < (int64_t{1} << 32)),
+          "kept logits are turned beside grad_weight of bf16, where they lie");
   if (call.rows == 0 || call.columns == 0) return;
   const int32_t multiprocessors = multiprocessor_count();
   call.element == kHalf ? launch_product_fp16(call, multiprocessors, stream)

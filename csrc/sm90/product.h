@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "sm90/dlogits.h"
+
 namespace vocabshard::sm90 {
 
 enum ProductOutput : int32_t {
@@ -33,6 +35,9 @@ struct ProductCall {
   const uint8_t* row_active;  // [M]
   // Rows of B, A transposed: where bit i of word b is set, row 64 b + i counts as zeros, whatever it holds. Or null.
   const uint64_t* row_mask;  // [ceil(K / 64)]
+  // A transposed, bf16, no init: kept logits that warps without other work turn into dlogits where they lie, none of
+  // them A's. codes null: none.
+  DlogitsKeptCall turn;
 };
 
 void launch_product(const ProductCall& call, cudaStream_t stream);

@@ -4,12 +4,8 @@
 // Addresses are worked out anew for every row: where accumulators fill the registers, nothing cheap is kept.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
 #include "contract.h"
+#include "sm90/pack.h"
 #include "sm90/product.h"
 #include "sm90/product_params.h"
 #include "sm90/ptx.h"
@@ -149,16 +145,6 @@ VS_DEVICE void add_floats(ProductTile<kBlocks, kColumns>& acc, const ProductPara
     const float4 sum = make_float4(add(b.x, v.x), add(b.y, v.y), add(b.z, v.z), add(b.w, v.w));
     if (8 * j < end) __stcg(reinterpret_cast<float4*>(to + 8 * j), sum);
   }
-}
-
-template <class Element>
-VS_DEVICE uint32_t pack(float low, float high) {
-  uint32_t packed;
-  if constexpr (std::is_same_v<Element, __half>)
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
 }
 
 // Four blocks of 8 columns: from a pair of each block a lane to one whole block a lane.

@@ -30,6 +30,7 @@ void launch_kernel(void (*kernel)(ProductParams), const ProductCall& call, int64
   p.out = call.out, p.out_row = call.out_row, p.output = call.output;
   p.row_active = call.row_active, p.row_mask = call.row_mask;
   p.pause = product_pause(call);
+  p.turn = call.turn;
   p.rows = static_cast<int32_t>(call.rows), p.columns = static_cast<int32_t>(call.columns);
   p.k_steps = static_cast<int32_t>(quotient_up(call.depth, 16));
   p.m_tiles = static_cast<int32_t>(quotient_up(call.rows, Kernel::kClusterRows));

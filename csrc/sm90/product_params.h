@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "sm90/dlogits.h"
+
 namespace vocabshard::sm90 {
 
 constexpr int kProductDepth = 64;     // elements of k a stage holds: 128 bytes, the swizzle's width
@@ -22,6 +24,7 @@ struct alignas(128) ProductParams {
   int32_t rows, columns;      // M, C
   int32_t k_steps;            // ceil(K / 16)
   int32_t m_tiles, n_tiles;   // of a cluster
+  DlogitsKeptCall turn;       // kept logits that idle warps turn into dlogits; codes null: none
   uint32_t pause;  // nanoseconds between some reads or writes of accumulators and the next, see product_pause
 };
 

@@ -5,6 +5,7 @@
 // from memory, or writes them, while the other has the tensor cores.
 #pragma once
 
+#include "sm90/kept_turn.cuh"
 #include "sm90/product_epilogue.h"
 #include "sm90/product_mma.h"
 #include "sm90/product_params.h"
@@ -19,6 +20,7 @@ struct ProductKernel {
   static constexpr bool kTransposedA = kTransposedA_, kInit = kInit_;
   static constexpr int kBlocks = kBlocks_, kRows = 64 * kBlocks, kColumns = kColumns_;
   static constexpr int kClusterRows = kRows, kClusterColumns = 2 * kColumns;
+  static constexpr bool kTurns = kTransposedA && !kInit && std::is_same_v<Element, __nv_bfloat16>;
 
   static constexpr int kWarpgroup = 128, kThreads = 3 * kWarpgroup;
   // Of the 168 a thread the kernel starts with: 128 * 40 + 256 * 232 <= 65536.
@@ -257,6 +259,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
     ptx::registers_lower<Kernel::kProducerRegisters>();
     if (threadIdx.x == 0) produce<Kernel>(p, shared);
     if (Kernel::kTransposedA && threadIdx.x / 32 == 1 && p.row_mask != nullptr) clean<Kernel>(p, base, shared);
+    if constexpr (Kernel::kTurns)
+      if (threadIdx.x >= 64 && p.turn.codes != nullptr)
+        p.turn.plain ? turn_kept<true>(p.turn) : turn_kept<false>(p.turn);
   } else {
     ptx::registers_raise<Kernel::kConsumerRegisters>();
     consume<Kernel>(p, shared);

@@ -10,12 +10,13 @@ WORKSPACE, whatever N and V. No byte depends on how the blocks are cut, and a ro
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vocabshard import _C
-from vocabshard.kernels import blockwise
+from vocabshard.kernels import blockwise, sm90_turned
 from vocabshard.kernels.problem import (
     ORDINARY,
     GradPlan,
@@ -71,6 +72,7 @@ def backward(
             hidden, weight, bias, target_ids, inv_temperature, problem, saved, grads, needs, how, products=products
         )
     device = hidden.device
+    how = _in_columns(how)
     if not readable_by_tma(hidden):
         hidden = for_tma(hidden)
     if bias is not None and bias.stride(0) != 1:
@@ -90,9 +92,13 @@ def backward(
     # columns of a chain of grad_hidden's, 0: all
     chains = SHORT_CHAIN if hidden.dtype == torch.float16 and how.grad_hidden is None else 0
     in_place = how.kept is not None and how.last_use and how.kept.rows == n
+    turned = in_place and grad_weight is not None and grad_bias is None and sm90_turned.pays(n, columns, pairs)
     if in_place and how.kept is not None:
         blocks = Blocks(n, (0, columns))
-        dlogits = terms.of_all_kept(how.kept, columns, grad_bias)
+        if turned:
+            dlogits = how.kept.tensors[0].view(hidden.dtype)
+        else:
+            dlogits = terms.of_all_kept(how.kept, columns, grad_bias)
     else:
         # so few rows at a time that a block holds a chain
         most_rows, step = (16384 if d <= 8192 else 2048, SHORT_CHAIN) if chains else (MOST_ROWS, COLUMNS)
@@ -111,6 +117,20 @@ def backward(
             # where its fp32 would be much memory beside what was kept
             at_once = how.rounded_hidden and in_place and n >= _ROUNDED_FROM
             grad_hidden = torch.empty(n, d, dtype=hidden.dtype if at_once else torch.float32, device=device)
+    if turned and grad_weight is not None and how.kept is not None:
+
+        def complete(dz: Tensor) -> None:
+            if grad_hidden is None:
+                return
+            for part in how.ready_rows or (slice(0, n),):
+                to = grad_hidden[part]
+                add_grad_hidden(dz[part], weight[:columns], to, go_on=False, row_active=terms.active[part])
+                if how.hidden_ready is not None:
+                    how.hidden_ready(to)
+
+        add = how.main_grad is not None
+        sm90_turned.grad_weight_in_blocks(terms, how.kept, grad_weight, columns, pairs, add, complete)
+        return grad_hidden, None if add else grad_weight, grad_bias
     in_pieces = blocks.rows < n
     chain = torch.empty(width, d, dtype=torch.float32, device=device) if in_pieces and needs.weight else None
     for start, stop in itertools.pairwise(blocks.columns):
@@ -250,7 +270,7 @@ class RowTerms:
         `sums`. Leading rows that were kept are read, the others' logits made again."""
         first = rows.start if kept is None else min(max(rows.start, kept.rows), rows.stop)
         if kept is not None and first > rows.start:
-            self._of_kept(kept, slice(rows.start, first), start, start + weight.shape[0], out, sums)
+            self.of_kept(kept, slice(rows.start, first), start, start + weight.shape[0], out, sums)
         if first < rows.stop:
             self._made_again(slice(first, rows.stop), start, weight, bias, out[first - rows.start :], sums)
         return out[: rows.stop - rows.start, : weight.shape[0]]
@@ -266,16 +286,17 @@ class RowTerms:
             sums = torch.empty(blocks, step, dtype=torch.float32, device=device)
         for start in range(0, columns, step):
             stop = min(start + step, columns)
-            self._of_kept(kept, slice(0, n), start, stop, out[:, start:], sums)
+            self.of_kept(kept, slice(0, n), start, stop, out[:, start:], sums)
             if sums is not None and grad_bias is not None:
                 _add_up(sums, grad_bias[start:stop])
         return out
 
-    def _of_kept(self, kept: KeptLogits, rows: slice, start: int, stop: int, out: Tensor, sums: Tensor | None) -> None:
+    def kept_call(
+        self, kept: KeptLogits, rows: slice, start: int, stop: int, out: Tensor, sums: Tensor | None
+    ) -> _C.Sm90DlogitsKept:
+        """What turns the codes of those rows and columns into dlogits, in `out`; kept.tensors[1] lies as new_kept's."""
         codes, references, target_y = (t[rows] for t in kept.tensors)
-        if rows.stop - rows.start > 1 and references.stride(0) != 1:  # saved tensors were taken elsewhere and back
-            references = references.t().contiguous().t()
-        _C.sm90_dlogits_kept(
+        return _C.Sm90DlogitsKept(
             device=codes.device.index,
             rows=codes.shape[0],
             columns=stop - start,
@@ -291,8 +312,12 @@ class RowTerms:
             out_row=out.stride(0),
             bias_sums=0 if sums is None else sums[rows.start // ROWS :].data_ptr(),
             sums_row=0 if sums is None else sums.stride(0),
-            stream=torch.cuda.current_stream(codes.device).cuda_stream,
         )
+
+    def of_kept(self, kept: KeptLogits, rows: slice, start: int, stop: int, out: Tensor, sums: Tensor | None) -> None:
+        """The same as a pass of its own."""
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        self.kept_call(kept, rows, start, stop, out, sums).launch(stream)
 
     def _made_again(
         self, rows: slice, start: int, weight: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor | None
@@ -321,6 +346,14 @@ class RowTerms:
             first_id=self.vocab_start + start,
             stream=torch.cuda.current_stream(hidden.device).cuda_stream,
         )
+
+
+def _in_columns(how: GradPlan) -> GradPlan:
+    """References that were saved elsewhere and brought back may lie by rows: they are laid as new_kept lays them."""
+    if how.kept is None or how.kept.rows == 1 or how.kept.tensors[1].stride(0) == 1:
+        return how
+    codes, references, target_y = how.kept.tensors
+    return replace(how, kept=KeptLogits((codes, references.t().contiguous().t(), target_y)))
 
 
 def _add_up(sums: Tensor, grad_bias: Tensor) -> None:

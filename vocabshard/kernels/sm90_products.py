@@ -114,6 +114,7 @@ def grad_weight(
     go_on_from: Tensor | None = None,
     add: bool = False,
     row_mask: Tensor | None = None,
+    turn: _C.Sm90DlogitsKept | None = None,
 ) -> None:
     """grad [Vb, D] = (go_on_from or 0) + dlogits [N, Vb]^T @ hidden [N, D]; operands of one 16-bit type.
 
@@ -122,6 +123,9 @@ def grad_weight(
 
     Zeros of dlogits are multiplied, so a row of hidden may be NaN or infinite beside them only if row_mask names it:
     64-bit integers [ceil(N / 64)], contiguous; the row 64 b + i whose bit i of word b is set counts as zeros.
+
+    turn: kept logits of other columns, bf16, that warps without other work turn into dlogits where they lie; not with
+    go_on_from.
     """
     rows, columns = dlogits.shape
     depth = hidden.shape[1]
@@ -158,6 +162,7 @@ def grad_weight(
         grad_element=_ELEMENTS[grad.dtype],
         add=add,
         stream=_stream(grad),
+        turn=turn,
     )
     if out is not grad:
         grad.copy_(out[:, :depth])
