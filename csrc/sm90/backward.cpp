@@ -27,7 +27,7 @@ void launch_block_dlogits(const BackwardCall& call, int64_t start, int64_t stop,
   block.bias = elements(call.bias, start, bytes_of(call.bias_element)), block.bias_element = call.bias_element;
   block.softcap = call.softcap, block.plain = call.plain;
   block.first_column = start;
-  block.row_terms = call.rows.terms;
+  block.row_terms = call.rows.terms, block.behind_terms = start == 0;
   block.out = call.dlogits, block.out_row = call.width;
   block.bias_sums = call.bias_sums;
   launch_dlogits(block, stream);

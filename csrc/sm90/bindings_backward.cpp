@@ -1,5 +1,7 @@
 // A whole backward, of vocabshard._C: pointers come as integers, 0 for none; strides in elements. Positional: with few
 // rows its cost is the host's.
+#include <pybind11/stl.h>
+
 #include <vector>
 
 #include "sm90/backward.h"

@@ -32,19 +32,27 @@ class OncePerDevice {
   std::atomic<uint64_t> done_{0};
 };
 
-// Launches a kernel that calls grid_wait before it touches memory: it may be set up while the grid before it runs.
+// Launches a kernel that calls grid_wait before it touches what the grid before it writes: it may be set up while that
+// runs.
 template <class... Params, class... Given>
-void launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream, Given... given) {
+void launch_behind_shared(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                          const Given&... given) {
   cudaLaunchAttribute behind = {};
   behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   behind.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &behind;
   config.numAttrs = 1;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(given)...), "launch");
+}
+
+template <class... Params, class... Given>
+void launch_behind(void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream, const Given&... given) {
+  launch_behind_shared(kernel, blocks, threads, 0, stream, given...);
 }
 
 inline void check_launch(const char* what) { check(cudaGetLastError(), what); }

@@ -95,6 +95,7 @@ __device__ bool is_broken(const DlogitsRowsCall& p, int64_t n) {
 __global__ void __launch_bounds__(kThreads) dlogits_rows(const DlogitsRowsCall p) {
   __shared__ uint8_t suspect[kMaskRows];
   __shared__ uint32_t words[2];
+  ptx::grid_launch_next();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kMaskRows;
   if (threadIdx.x < 2) words[threadIdx.x] = 0;
   if (threadIdx.x < kMaskRows) {
@@ -154,22 +155,23 @@ void launch_dlogits(const DlogitsCall& call, cudaStream_t stream) {
           "out must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");
   require(!call.plain || call.cut == nullptr, "the plain kernel takes no cut");
   if (call.rows == 0 || call.columns == 0) return;
-  constexpr WgmmaShape kShape = kDlogitsShape;
+  const bool few = call.rows <= kDlogitsFewRows;
+  const WgmmaShape shape = few ? kDlogitsFewShape : kDlogitsShape;
   const bool half_precision = call.element == kHalf;
   DlogitsParams p = {};
-  const int64_t m_tiles = (call.rows + 64 * kShape.m_blocks - 1) / (64 * kShape.m_blocks);
+  const int64_t m_tiles = (call.rows + 64 * shape.m_blocks - 1) / (64 * shape.m_blocks);
   const bool share_columns = m_tiles % 2 == 0;
   p.operands = map_operands({call.hidden, call.rows, call.hidden_row}, {call.weight, call.columns, call.weight_row},
-                            call.depth, half_precision, kShape, share_columns);
+                            call.depth, half_precision, shape, share_columns);
   p.bias = call.bias;
   p.bias_type = bias_type(call.bias, call.bias_element);
   p.rows = static_cast<int32_t>(call.rows), p.columns = static_cast<int32_t>(call.columns);
   p.first_column = static_cast<int32_t>(call.first_column);
-  const int64_t round_groups = share_columns ? kShape.groups : 2 * kShape.groups;
+  const int64_t round_groups = share_columns ? shape.groups : 2 * shape.groups;
   p.units = static_cast<int32_t>(share_columns ? m_tiles / 2 : m_tiles);
   p.rounds = static_cast<int32_t>((groups + round_groups - 1) / round_groups);
-  p.tile_groups = kShape.groups;
-  p.band = std::min(p.units, kBandRows / (64 * kShape.m_blocks * (share_columns ? 2 : 1)));
+  p.tile_groups = shape.groups;
+  p.band = std::min(p.units, kBandRows / (64 * shape.m_blocks * (share_columns ? 2 : 1)));
   p.cap = call.softcap;
   p.row_terms = call.row_terms;
   p.out = call.out, p.out_row = call.out_row;
@@ -179,7 +181,8 @@ void launch_dlogits(const DlogitsCall& call, cudaStream_t stream) {
   require(tiles < (int64_t{1} << 31), "too many tiles in a block");
   const int32_t clusters = static_cast<int32_t>(std::min<int64_t>(tiles, std::max(multiprocessor_count() / 2, 1)));
   const DlogitsKind kind = call.plain ? kPlainDlogits : call.softcap == 0.0f ? kScaledDlogits : kCappedDlogits;
-  half_precision ? launch_dlogits_fp16(p, kind, clusters, stream) : launch_dlogits_bf16(p, kind, clusters, stream);
+  const DlogitsLaunch launch = {clusters, few, call.behind_terms};
+  half_precision ? launch_dlogits_fp16(p, kind, launch, stream) : launch_dlogits_bf16(p, kind, launch, stream);
   check_launch("dlogits");
 }
 

@@ -200,6 +200,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     }
   } else {
     ptx::registers_raise<kConsumerRegisters>();
+    ptx::grid_wait();  // the rows' terms; operands were there before the grid that makes them
     take_turns<Element, kMBlocks, kGroups, kStages, true>(
         p.operands, base, shared, count, [&p](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool) {
           if (tile.z > 0) finish_dlogits<Element, kKind>(acc, p, tile, base);
@@ -208,13 +209,23 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
   finish_ring();
 }
 
-template <class Element, DlogitsKind kKind>
-void launch_dlogits_one(const DlogitsParams& p, int32_t clusters, cudaStream_t stream) {
-  constexpr int kMBlocks = kDlogitsShape.m_blocks, kGroups = kDlogitsShape.groups;
+template <class Element, DlogitsKind kKind, int kMBlocks, int kGroups>
+void launch_dlogits_shape(const DlogitsParams& p, const DlogitsLaunch& launch, cudaStream_t stream) {
   const auto kernel = dlogits_wgmma<Element, kKind, kMBlocks, kGroups>;
   constexpr int kBytes = DlogitsLayout<kMBlocks, kGroups>::kBytes;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
-  kernel<<<2 * clusters, kMainloopThreads, kBytes, stream>>>(p);
+  if (launch.behind)
+    launch_behind_shared(kernel, 2 * launch.clusters, kMainloopThreads, kBytes, stream, p);
+  else
+    kernel<<<2 * launch.clusters, kMainloopThreads, kBytes, stream>>>(p);
+}
+
+template <class Element, DlogitsKind kKind>
+void launch_dlogits_one(const DlogitsParams& p, const DlogitsLaunch& launch, cudaStream_t stream) {
+  if (launch.few)
+    launch_dlogits_shape<Element, kKind, kDlogitsFewShape.m_blocks, kDlogitsFewShape.groups>(p, launch, stream);
+  else
+    launch_dlogits_shape<Element, kKind, kDlogitsShape.m_blocks, kDlogitsShape.groups>(p, launch, stream);
 }
 
 }  // namespace vocabshard::sm90

@@ -72,6 +72,7 @@ struct DlogitsCall {
   bool plain;                   // neither softcap, temperature, gradient of the entropy nor cut
   int64_t first_column;         // of the block in the shard
   const DlogitsRow* row_terms;  // [rows]
+  bool behind_terms;            // launch_dlogits_rows was the launch before, and nothing else since
   void* out;                    // [rows, out_row]: zero in columns from `columns` up to the next multiple of 64
   int64_t out_row;              // a multiple of 8 elements, not below that
   float* bias_sums;             // [ceil(rows / 128), out_row]: sums of dz over blocks of 128 rows; or null

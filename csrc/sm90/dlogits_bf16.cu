@@ -2,13 +2,13 @@
 
 namespace vocabshard::sm90 {
 
-void launch_dlogits_bf16(const DlogitsParams& p, DlogitsKind kind, int32_t clusters, cudaStream_t stream) {
+void launch_dlogits_bf16(const DlogitsParams& p, DlogitsKind kind, DlogitsLaunch launch, cudaStream_t stream) {
   if (kind == kPlainDlogits)
-    launch_dlogits_one<__nv_bfloat16, kPlainDlogits>(p, clusters, stream);
+    launch_dlogits_one<__nv_bfloat16, kPlainDlogits>(p, launch, stream);
   else if (kind == kScaledDlogits)
-    launch_dlogits_one<__nv_bfloat16, kScaledDlogits>(p, clusters, stream);
+    launch_dlogits_one<__nv_bfloat16, kScaledDlogits>(p, launch, stream);
   else
-    launch_dlogits_one<__nv_bfloat16, kCappedDlogits>(p, clusters, stream);
+    launch_dlogits_one<__nv_bfloat16, kCappedDlogits>(p, launch, stream);
 }
 
 }  // namespace vocabshard::sm90

@@ -22,10 +22,18 @@ struct alignas(128) DlogitsParams {
   int64_t vocab_start;  // global id of the block's first column
 };
 
-constexpr WgmmaShape kDlogitsShape = {2, 3};
+// Few rows fill a block of 64; more columns then keep more loads in flight.
+constexpr WgmmaShape kDlogitsShape = {2, 3}, kDlogitsFewShape = {1, 4};
+constexpr int64_t kDlogitsFewRows = 64;
+
+struct DlogitsLaunch {
+  int32_t clusters;
+  bool few;     // kDlogitsFewShape
+  bool behind;  // may be set up while the grid before it runs, whose rows' terms alone it has to wait for
+};
 
 // One translation unit an element type: they take long to compile.
-void launch_dlogits_bf16(const DlogitsParams& p, DlogitsKind kind, int32_t clusters, cudaStream_t stream);
-void launch_dlogits_fp16(const DlogitsParams& p, DlogitsKind kind, int32_t clusters, cudaStream_t stream);
+void launch_dlogits_bf16(const DlogitsParams& p, DlogitsKind kind, DlogitsLaunch launch, cudaStream_t stream);
+void launch_dlogits_fp16(const DlogitsParams& p, DlogitsKind kind, DlogitsLaunch launch, cudaStream_t stream);
 
 }  // namespace vocabshard::sm90
