@@ -1,4 +1,4 @@
-"""The extension takes the arguments that its stub names, in their order and of their types: no GPU is needed for that."""
+"""The extension takes the arguments that its stub names, in their order and of their types; no GPU is needed."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ void launch_dlogits(const DlogitsCall& call, cudaStream_t stream) {
   p.bias = call.bias;
   p.bias_type = bias_type(call.bias, call.bias_element);
   p.rows = static_cast<int32_t>(call.rows), p.columns = static_cast<int32_t>(call.columns);
-  p.first_column = static_cast<int32_t>(call.first_column);
+  p.first_column = static_cast<int32_t>(call.first_column), p.groups = static_cast<int32_t>(groups);
   const int64_t round_groups = share_columns ? shape.groups : 2 * shape.groups;
   p.units = static_cast<int32_t>(share_columns ? m_tiles / 2 : m_tiles);
   p.rounds = static_cast<int32_t>((groups + round_groups - 1) / round_groups);
@@ -177,7 +177,7 @@ void launch_dlogits(const DlogitsCall& call, cudaStream_t stream) {
   p.out = call.out, p.out_row = call.out_row;
   p.bias_sums = call.bias_sums;
   p.cut = call.cut, p.vocab_start = call.first_id;
-  const int64_t tiles = static_cast<int64_t>(p.units) * p.rounds;
+  const int64_t tiles = few ? (groups + 1) / 2 : static_cast<int64_t>(p.units) * p.rounds;
   require(tiles < (int64_t{1} << 31), "too many tiles in a block");
   const int32_t clusters = static_cast<int32_t>(std::min<int64_t>(tiles, std::max(multiprocessor_count() / 2, 1)));
   const DlogitsKind kind = call.plain ? kPlainDlogits : call.softcap == 0.0f ? kScaledDlogits : kCappedDlogits;

@@ -47,13 +47,45 @@ class BlockWalk {
     const int32_t unit = band * p_.band + within - round * width;
     position_ += clusters_;
     const int32_t group = (share ? round : 2 * round + rank_) * p_.tile_groups;
-    const int32_t left = (p_.columns + kGroupColumns - 1) / kGroupColumns - group;
+    const int32_t left = p_.groups - group;
     return {share ? 2 * unit + rank_ : unit, group, max(min(left, p_.tile_groups), 0), 0};
   }
 
  private:
   const DlogitsParams& p_;
   int32_t position_, clusters_, rank_;
+};
+
+// One block of rows: the weights are all there is to read, and each CTA has a range of groups, in tiles as even as they
+// can be.
+class RangeWalk {
+ public:
+  VS_DEVICE RangeWalk(const DlogitsParams& p, int32_t cluster, int32_t clusters, int32_t rank)
+      : tiles_(count(p, cluster, clusters)) {
+    const int32_t most = most_groups(p, cluster, clusters);
+    from_ = begin(p, cluster, clusters) + rank * most;
+    end_ = min(from_ + most, begin(p, cluster + 1, clusters));
+  }
+
+  static VS_DEVICE int32_t count(const DlogitsParams& p, int32_t cluster, int32_t clusters) {
+    return (most_groups(p, cluster, clusters) + p.tile_groups - 1) / p.tile_groups;
+  }
+
+  VS_DEVICE Tile next() {
+    const int32_t groups = (max(end_ - from_, 0) + tiles_ - 1) / tiles_, group = from_;
+    from_ += groups, --tiles_;
+    return {0, group, groups, 0};
+  }
+
+ private:
+  static VS_DEVICE int32_t begin(const DlogitsParams& p, int32_t cluster, int32_t clusters) {
+    return static_cast<int32_t>(static_cast<int64_t>(p.groups) * cluster / clusters);
+  }
+  static VS_DEVICE int32_t most_groups(const DlogitsParams& p, int32_t cluster, int32_t clusters) {
+    return (begin(p, cluster + 1, clusters) - begin(p, cluster, clusters) + 1) / 2;
+  }
+
+  int32_t from_, end_, tiles_;
 };
 
 // A consumer warp's own part of what holds kBytes for each.
@@ -190,12 +222,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
     dlogits_wgmma(const __grid_constant__ DlogitsParams p) {
   extern __shared__ __align__(1024) char base[];
   const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
-  const int32_t cluster = blockIdx.x / 2, clusters = gridDim.x / 2, count = BlockWalk::count(p, cluster, clusters);
+  using Walk = std::conditional_t<kMBlocks == kDlogitsFewShape.m_blocks, RangeWalk, BlockWalk>;
+  const int32_t cluster = blockIdx.x / 2, clusters = gridDim.x / 2, count = Walk::count(p, cluster, clusters);
   start_ring<kMBlocks, kGroups>(p.operands, shared);
   if (warp < kWarpgroup / 32) {
     ptx::registers_lower<kProducerRegisters>();
     if (threadIdx.x % 32 == 0) {
-      BlockWalk walk(p, cluster, clusters, ptx::cluster_rank());
+      Walk walk(p, cluster, clusters, ptx::cluster_rank());
       produce<kMBlocks, kGroups>(p.operands, base, shared, count, walk, warp);
     }
   } else {

@@ -11,8 +11,8 @@ struct alignas(128) DlogitsParams {
   Operands operands;
   const void* bias;
   int32_t bias_type;
-  int32_t rows, columns, first_column;
-  int32_t units, rounds, band, tile_groups;  // see BlockWalk: blocks of rows, or pairs of them
+  int32_t rows, columns, first_column, groups;  // groups: of 64 columns
+  int32_t units, rounds, band, tile_groups;     // see BlockWalk: blocks of rows, or pairs of them
   float cap;
   const DlogitsRow* row_terms;
   void* out;
