@@ -23,6 +23,7 @@ from vocabshard.options import GradOptions
 from vocabshard.partials import FoldedRows, new_records
 from vocabshard.sampling import SamplingProgram
 
+_ALONE = GradPlan(rounded_hidden=True)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
 
@@ -304,6 +305,11 @@ class _LocalBackward:
     def summed(self, needs: Needs) -> Gradients:
         """Every rank's columns at a time; the last products for grad_weight hide the sum of grad_hidden."""
         call = self.call
+        if call.group is None:  # nothing is added to grad_hidden
+            how = _ALONE
+            if call.grad.main_grad is not None or self.kept is not None:
+                how = replace(_ALONE, main_grad=call.grad.main_grad, last_use=self.last_use)
+            return self.whole(needs, how)
         total = HiddenSum(call.group, call.grad.wire_dtype, call.sequence_parallel)
         if not needs.hidden:
             return self.whole(needs, GradPlan(call.grad.main_grad, last_use=self.last_use))
