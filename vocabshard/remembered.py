@@ -85,8 +85,8 @@ def recall(key: Key | None, target_ids: Tensor | None) -> Plan | None:
     if call.grad.save_logits_budget != 0:
         call = replace(call, outcome=Outcome())  # what a call keeps is its own to tell
     return Plan(
-        call, shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs,
-        by_looks=True,
+        call, shard, known.choice, known.inv_temperature, target_ids, known.dtypes, known.outputs, known.cut,
+        known.sampling_kernels, by_looks=True,
     )  # fmt: skip
 
 
