@@ -21,13 +21,15 @@ SOURCES = [
     for s in sorted((ROOT / "csrc" / "sm90").glob("*.cu"))
     if not s.stem.startswith("logits") or s.stem == "logits_forward_f32_sm80"
 ]
-FUSED = [s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge", "dlogits", "kept", "topk"))]
+FUSED = [
+    s for s in SOURCES if s.stem.startswith(("forward", "fold", "merge", "dlogits", "kept", "topk", "product_wgmma"))
+]
 KERNELS = {
     "forward_wgmma": 4,
     "forward_draw": 1,
     "forward_topk": 1,
-    "dlogits_": 2,
-}  # tile shapes, with entropy and without; plain or not
+    "dlogits_": 6,
+}  # tile shapes, with entropy and without; of each kind
 WGMMA = [s for s in SOURCES if s.stem.startswith(tuple(KERNELS))]
 PRODUCTS = [s for s in SOURCES if s.stem.startswith("product_wgmma")]
 
