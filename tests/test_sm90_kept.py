@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -365,6 +366,17 @@ def test_rounded_on_its_way_out(n: int, d: int) -> None:
         assert_same_bytes(a, b, name)
 
 
+@pytest.mark.parametrize("columns", [37984, 131072, 151936])
+def test_blocks_of_what_is_turned(columns: int) -> None:
+    """In whole rounds of tiles of 192 columns on 66 pairs, none of them small."""
+    ends = sm90_turned.ends_of_blocks(columns, 66)
+    widths = [b - a for a, b in itertools.pairwise([0, *ends])]
+    assert ends[-1] == columns and all(width % (33 * 192) == 0 for width in widths[:-1])
+    assert max(widths) < 2 * min(widths) and 3 <= len(widths) <= 7
+    assert sm90_turned.pays(32768, 2048, columns, 66) and not sm90_turned.pays(4096, 2048, columns, 66)
+    assert sm90_turned.turned_rows(32768, 2048) == 12416 and sm90_turned.turned_rows(4096, 8192) == 4096
+
+
 @on_hopper
 @pytest.mark.parametrize("keeps_up", [1.0, 300.0])
 @pytest.mark.parametrize("of_entropy", [False, True])
@@ -373,8 +385,9 @@ def test_turned_beside_the_product(
     n: int, d: int, v: int, of_entropy: bool, keeps_up: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows or some by idle warps: the bytes of codes that are turned in a pass of their own, in blocks."""
-    monkeypatch.setattr(sm90_turned, "KEEPS_UP", keeps_up)
-    assert sm90_turned.pays(n, v - 60, 66) and sm90_turned.turned_rows(n, d) > 0
+    for name, value in (("KEEPS_UP", keeps_up), ("ROWS_FROM", 1024), ("ELEMENTS_FROM", 0)):
+        monkeypatch.setattr(sm90_turned, name, value)
+    assert sm90_turned.pays(n, d, v - 60, 66) and sm90_turned.turned_rows(n, d) > 0
     hidden, weight, _, target = problem(n, d, v)
     target[:64] = torch.arange(64, device="cuda") * 397
     target.clamp_(max=v - 61)

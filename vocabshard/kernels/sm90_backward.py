@@ -92,7 +92,7 @@ def backward(
     # columns of a chain of grad_hidden's, 0: all
     chains = SHORT_CHAIN if hidden.dtype == torch.float16 and how.grad_hidden is None else 0
     in_place = how.kept is not None and how.last_use and how.kept.rows == n
-    turned = in_place and grad_weight is not None and grad_bias is None and sm90_turned.pays(n, columns, pairs)
+    turned = in_place and grad_weight is not None and grad_bias is None and sm90_turned.pays(n, d, columns, pairs)
     if in_place and how.kept is not None:
         blocks = Blocks(n, (0, columns))
         if turned:

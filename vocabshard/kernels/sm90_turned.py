@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from vocabshard.kernels.sm90_backward import RowTerms
 
 BLOCKS = 6
-ROWS_FROM = 1024
+ROWS_FROM, ELEMENTS_FROM = 4096, 1 << 24  # N, and N D
 TILE = 192  # columns of a tile of grad_weight's
-KEEPS_UP = 2700  # D at which idle warps turn a block as fast as grad_weight goes through one as large
+KEEPS_UP = 5400  # D at which idle warps turn a block as fast as grad_weight goes through one as large
 _STEP = 128  # rows
 
 
@@ -36,9 +36,9 @@ def ends_of_blocks(columns: int, pairs: int) -> list[int]:
     return [*ends, columns]
 
 
-def pays(n: int, columns: int, pairs: int) -> bool:
-    """Whether there are enough rows, and columns for several blocks."""
-    return n >= ROWS_FROM and len(ends_of_blocks(columns, pairs)) > 1
+def pays(n: int, d: int, columns: int, pairs: int) -> bool:
+    """Whether the product takes long enough, and there are columns for several blocks."""
+    return n >= ROWS_FROM and n * d >= ELEMENTS_FROM and len(ends_of_blocks(columns, pairs)) > 1
 
 
 def turned_rows(n: int, d: int) -> int:
