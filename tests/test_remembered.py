@@ -188,3 +188,29 @@ def test_a_shard_goes_with_its_last_reference() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_grad_options_are_part_of_what_a_plan_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_plans(monkeypatch)
+    hidden, weight, target = problem()
+    weight.requires_grad_()
+
+    def call(**options) -> vs.LogpOutput:
+        grad_options = vs.GradOptions(**options)
+        return vs.linear_logp(hidden, weight, target, validate=False, return_lse=True, grad_options=grad_options)
+
+    outs = [call(save_logits_budget=budget) for budget in (0, 1 << 20, "auto", 0, 1 << 20, "auto")]
+    assert made[0] == 3 and [out.provenance.saved_rows for out in outs] == [0, 5, 5, 0, 5, 5]
+    monkeypatch.setattr("vocabshard.passes.free_bytes", lambda device: 0)
+    assert call(save_logits_budget="auto").provenance.saved_rows == 0  # each call tells what it kept itself
+    assert outs[-1].provenance.saved_rows == 5 and made[0] == 3
+    with pytest.raises(TypeError, match="save_logits_budget"):
+        call(save_logits_budget=True)
+    with pytest.raises(ValueError, match="wire_dtype"):
+        call(wire_dtype="torch.float32")
+    before = made[0]
+    for _ in range(2):  # a tensor of one call is not remembered
+        main_grad = torch.zeros_like(weight)
+        call(main_grad=main_grad).logp.sum().backward()
+        assert main_grad.any()
+    assert made[0] == before + 2
