@@ -50,7 +50,7 @@ def gradients(x: tuple[Tensor, ...], gs: Tensor, **options) -> list[Tensor]:
 def test_dlogits_are_those_without_a_cut_or_zero(dtype, entropy: bool, temperature, softcap) -> None:
     """From the same terms of the rows, whatever is cut: both launches of the kernel, by block and by shard."""
     from vocabshard.kernels import sm90
-    from vocabshard.kernels.sm90_backward import RowTerms
+    from vocabshard.kernels.sm90_terms import RowTerms
 
     n, v, start = 333, 1203, 32000
     hidden, weight, bias, target = problem(n, 64, v, dtype)

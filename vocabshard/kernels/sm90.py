@@ -18,7 +18,6 @@ from vocabshard.kernels import cuda_logits, sm90_backward, truncated
 from vocabshard.kernels.cuda_logits import logits_backward, logits_backward_upstream, logits_rows, logits_scores
 from vocabshard.kernels.problem import ORDINARY, GradPlan, KeptLogits, LocalProblem, Needs, RowGrads, SavedRows
 from vocabshard.kernels.sm90_at_once import backward_upstream
-from vocabshard.kernels.sm90_backward import row_grads
 from vocabshard.kernels.sm90_beside import Operands as TopkOperands
 from vocabshard.kernels.sm90_beside import topk_forward, topk_places
 from vocabshard.kernels.sm90_draw import DRAWN_ROWS, draw_records, draw_rows, fold_draws, sample_rows
@@ -35,6 +34,7 @@ from vocabshard.kernels.sm90_sampling import (
     sampling_maxima,
     sampling_rows,
 )
+from vocabshard.kernels.sm90_terms import row_grads
 from vocabshard.kernels.sm90_topk import topk_finish, topk_fits, topk_rows, topk_scan
 from vocabshard.partials import FoldedRows, new_records, target_logits
 

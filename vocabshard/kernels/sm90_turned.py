@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from vocabshard.kernels.problem import KeptLogits
 from vocabshard.kernels.sm90_products import grad_weight as add_grad_weight
-
-if TYPE_CHECKING:
-    from vocabshard.kernels.sm90_backward import RowTerms
+from vocabshard.kernels.sm90_terms import RowTerms
 
 BLOCKS = 6
 ROWS_FROM, ELEMENTS_FROM = 4096, 1 << 24  # N, and N D
