@@ -4,8 +4,8 @@
 #include <pybind11/pybind11.h>
 
 #include "sm90/check.h"
-#include "sm90/sampling_launch.h"
 #include "sm90/dlogits.h"
+#include "sm90/sampling_launch.h"
 
 namespace vocabshard::sm90 {
 
@@ -41,6 +41,8 @@ struct SamplingSteps {
     call.steps = count;
     for (int i = 0; i < count; ++i) call.step[i] = step[i];
   }
+};
+
 // Python's Sm90DlogitsKept.
 struct DeviceDlogitsKept {
   DlogitsKeptCall call;
