@@ -22,6 +22,8 @@ namespace {
 // each of which reads `weight` again: little beside the work.
 constexpr int64_t kChunkRows = 4096;
 constexpr int64_t kAlign = 256;
+// Bytes of logits written beside a weight that need not stay in L2: more of them would have to leave before it.
+constexpr int64_t kLogitsInL2 = 24 << 20;
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -99,6 +101,8 @@ void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
   p.operands = map_operands({row_pointer(call.hidden, first, call.hidden_row, 2), rows, call.hidden_row},
                             {call.weight, call.columns, call.weight_row}, call.depth, half_precision, shape,
                             p.schedule.share_columns);
+  p.operands.read_once = p.schedule.units == 1 && !p.schedule.share_columns &&
+                         (call.logits == nullptr || 4 * rows * call.columns <= kLogitsInL2);
   p.work = row_work(call, first, rows);
   p.target_y = static_cast<float*>(call.workspace);
   p.partials = reinterpret_cast<int64_t*>(static_cast<char*>(call.workspace) + up(plan.chunk_rows * 4, kAlign));

@@ -78,6 +78,15 @@ VS_DEVICE void finish_ring() {
   ptx::cluster_wait();
 }
 
+// Whole groups of columns into this CTA alone.
+VS_DEVICE void copy_weight(const Operands& o, uint32_t to, const CUtensorMap* map, uint32_t full, int32_t k,
+                           int32_t group) {
+  if (o.read_once)
+    ptx::copy_5d_once(to, map, full, k, 0, group);
+  else
+    ptx::copy_5d(to, map, full, k, 0, group);
+}
+
 // One group of columns, or where columns are shared this CTA's half of it into both.
 template <class Layout>
 VS_DEVICE void copy_group(const Operands& o, uint32_t to, uint32_t full, int32_t k, int32_t group, uint32_t rank) {
@@ -90,7 +99,7 @@ VS_DEVICE void copy_group(const Operands& o, uint32_t to, uint32_t full, int32_t
       ptx::copy_2d_multicast(to, &o.tail, full, k, group * kGroupColumns + 32 * rank, 3);
   } else {
     if (permuted)
-      ptx::copy_5d(to, &o.group, full, k, 0, group);
+      copy_weight(o, to, &o.group, full, k, group);
     else
       ptx::copy_2d(to, &o.tail, full, k, group * kGroupColumns);
   }
@@ -135,7 +144,7 @@ VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t c
     } else if (tile.groups == kGroups && tile.group + kGroups <= o.whole_groups && !o.share_columns) {
       if (warp == 1)
         fill<Layout>(o, shared, stage, [&](uint32_t at, uint32_t full, int32_t k) {
-          ptx::copy_5d(at + Layout::kHiddenBytes, &o.tile, full, k, 0, tile.group);
+          copy_weight(o, at + Layout::kHiddenBytes, &o.tile, full, k, tile.group);
         });
       else
         stage.skip(o.k_blocks);

@@ -51,6 +51,7 @@ struct alignas(128) Operands {
   CUtensorMap group;     // the same, box of one group, or half of it where columns are shared
   CUtensorMap tail;      // {D, V_local} as it lies, box of a group or half: for the last V_local mod 64 columns
   bool share_columns;    // the two CTAs of a cluster: the same columns of different rows, else the other way round
+  bool read_once;        // nobody else wants what is read of weight: it need not stay in L2
   int32_t k_blocks;      // ceil(D / 64)
   int32_t whole_groups;  // V_local / 64
 };

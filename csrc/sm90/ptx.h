@@ -130,6 +130,17 @@ VS_DEVICE void copy_5d_multicast(uint32_t to, const CUtensorMap* map, uint32_t b
       : "memory");
 }
 
+// The same, of lines that leave L2 before all others.
+VS_DEVICE void copy_5d_once(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t x, int32_t fourth,
+                            int32_t last) {
+  asm volatile(
+      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n"
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], policy;\n}" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(0), "r"(fourth), "r"(last)
+      : "memory");
+}
+
 // What this thread wrote to shared memory is seen by copies and products issued behind the next barrier.
 VS_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
