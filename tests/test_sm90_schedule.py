@@ -31,6 +31,11 @@ int check(int m_tiles, int groups, int tile_groups, int most) {
     const int count = tile_count(s, cluster), first = first_unit(s, cluster);
     fewest = count < fewest ? count : fewest;
     longest = count > longest ? count : longest;
+    for (int unit = 0; unit < s.units; ++unit) {
+      const bool has = unit >= first && unit <= last_unit(s, cluster);
+      if (has != (cluster >= first_cluster(s, unit) && cluster <= last_cluster(s, unit)))
+        return fail("clusters of a unit", m_tiles, groups, tile_groups, most);
+    }
     if (last_unit(s, cluster) - first + 1 > places(s)) return fail("places", m_tiles, groups, tile_groups, most);
     for (int rank = 0; rank < 2; ++rank) {
       Walk walk(s, cluster, rank);

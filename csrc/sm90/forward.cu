@@ -24,6 +24,9 @@ constexpr int64_t kChunkRows = 4096;
 constexpr int64_t kAlign = 256;
 // Bytes of logits written beside a weight that need not stay in L2: more of them would have to leave before it.
 constexpr int64_t kLogitsInL2 = 24 << 20;
+// Up to here the time is that to read `weight`. Where columns are ranked there is no kernel of 64 rows; below, logits
+// are.
+constexpr int64_t kFewRows = 128, kFewRanked = 64;
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -164,8 +167,9 @@ ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
   ForwardPlan plan = {call.path, 0, 0, 0};
   const bool by_tma = call.element != kFloat && tma_can_read(call.hidden, call.hidden_row, call.hidden_column) &&
                       tma_can_read(call.weight, call.weight_row, call.weight_column);
+  const int64_t few = call.top.n > 0 ? kFewRanked : kFewRows;
   if (plan.path == kAuto)
-    plan.path = call.element == kFloat ? kFma : !by_tma ? kMma : call.rows <= 64 ? kRows64 : kRows128;
+    plan.path = call.element == kFloat ? kFma : !by_tma ? kMma : call.rows <= few ? kRows64 : kRows128;
   require(plan.path != kFma || call.element == kFloat, "the FMA path takes fp32 only");
   require(plan.path == kFma || call.element != kFloat, "fp32 takes the FMA path only");
   require((plan.path != kRows128 && plan.path != kRows64) || by_tma,

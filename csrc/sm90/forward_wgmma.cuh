@@ -19,18 +19,22 @@ namespace vocabshard::sm90 {
 template <bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
 struct SharedLayout {
   static constexpr int kRows = 64 * kMBlocks;
-  static constexpr int kRing = kEntropy && kMBlocks > 1 ? 4 : kStages;  // the entropy's counters need the room
+  // as many stages as there is room for beside the counters
+  static constexpr int kRing = kMBlocks == 1 ? kStages + 1 : kEntropy ? kStages - 1 : kStages;
   // What follows is both consumers', who take turns in the epilogue.
+  static constexpr int kMaxima = Ring<kMBlocks, kGroups, kRing>::kEnd;  // [places][rows], fp32
+  static constexpr int kTargets = kMaxima + kPlaces * kRows * 4;        // [places][rows], int32
+  static constexpr int kBias = kTargets + kPlaces * kRows * 4;          // fp32, one tile's columns
+  static constexpr int kDrawn = kBias + kGroups * kGroupColumns * 4;
+  static constexpr int kCounters = kDrawn + (kDraw ? static_cast<int>(sizeof(DrawState)) : 0);
   static constexpr int kRowGroupWords = 32 * kLaneWords<kEntropy>;
   static constexpr int kPlaceWords = 4 * 2 * kMBlocks * kRowGroupWords;  // [4 warps][row groups][words][32 lanes]
-  static constexpr int kCounters = Ring<kMBlocks, kGroups, kRing>::kEnd;
-  static constexpr int kMaxima = kCounters + kPlaces * kPlaceWords * 8;  // [places][rows], fp32
-  static constexpr int kTargets = kMaxima + kPlaces * kRows * 4;         // [places][rows], int32
-  static constexpr int kBias = kTargets + kPlaces * kRows * 4;           // fp32, one tile's columns
-  static constexpr int kDrawn = (kBias + kGroups * kGroupColumns * 4 + 15) / 16 * 16;
-  static constexpr int kBytes = kDrawn + (kDraw ? static_cast<int>(sizeof(DrawState)) : 0);
+  static constexpr int bytes(int places) { return kCounters + places * kPlaceWords * 8; }
+  static constexpr int kBytes = bytes(kPlaces);
   static_assert(kBytes <= 227 * 1024, "more shared memory than a CTA can have");
 };
+
+constexpr int kRehearsedFrom = 16;  // blocks of k
 
 enum ForwardBarrier : uint32_t {
   kEpilogueTurn = kFirstFreeBarrier,  // one a consumer
@@ -52,7 +56,8 @@ VS_DEVICE void leave_out_padding(Accumulator<kMBlocks, kGroups>& acc, int32_t va
 }
 
 template <bool kEntropy, bool kDraw, bool kTop, int kMBlocks, int kGroups>
-VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, const int4& tile, char* base) {
+VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParams& p, const int4& tile, char* base,
+                           bool real) {
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   constexpr int kColumns = kGroups * kGroupColumns;
   const RowWork& work = p.work;
@@ -110,9 +115,11 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
                       warp * (2 * kMBlocks * Layout::kRowGroupWords) + lane;
   float* maxima = reinterpret_cast<float*>(base + Layout::kMaxima) + tile.w * Layout::kRows;
   constexpr int kRowGroups = 2 * kMBlocks;
+  // Where no products are in the way, a narrow tile at the end is over sooner. With 128 rows it is rarely narrow.
+  const int32_t groups = kMBlocks == 1 ? tile.z : kGroups;
   float y_max[kRowGroups];
 #pragma unroll
-  for (int r = 0; r < kRowGroups; ++r) y_max[r] = lane_max(acc.row(r).y);
+  for (int r = 0; r < kRowGroups; ++r) y_max[r] = lane_max(acc.row(r).y, groups);
   bool near_limit = false;
 #pragma unroll
   for (int r = 0; r < kRowGroups; ++r) {
@@ -122,8 +129,15 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   if (near_limit) acc.clamp();
 #pragma unroll
   for (int r = 0; r < kRowGroups; ++r) {
+    if (!real) {
+      if (kMBlocks == 1) {  // each warp fetches another part of the code
+        if (r != static_cast<int>(ptx::thread() / 32 % kRowGroups)) continue;
+      } else if (r == kRowGroups / 2) {  // the rest the first tile fetches: this consumer is to multiply by then
+        break;
+      }
+    }
     float& running = maxima[row_of(r, warp, lane)];
-    lane_add<kEntropy>(counters + r * Layout::kRowGroupWords, running, y_max[r], acc.row(r).y);
+    lane_add<kEntropy>(counters + r * Layout::kRowGroupWords, running, y_max[r], acc.row(r).y, groups);
     __syncwarp();  // all four lanes have read it
     running = y_max[r];
   }
@@ -176,29 +190,37 @@ template <class Element, bool kEntropy, bool kDraw, bool kTop, int kMBlocks, int
 VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_t count) {
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   const int consumer = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup)) - 1;
-  if (consumer < places(p.schedule)) {
-    const int32_t unit = first_unit(p.schedule, blockIdx.x / 2) + consumer;
+  // Consumer 0 starts the first of two places, 1 the last: the one that the rehearsal leaves its traces in. Lists in
+  // memory would have to be there for it, and cost a spill: with them there is none.
+  const int last_place = places(p.schedule) - 1;
+  const auto start = [&p, base](int place) {
+    const int32_t unit = first_unit(p.schedule, blockIdx.x / 2) + place;
     const int32_t block = block_of_unit(p.schedule, unit, ptx::cluster_rank());
-    start_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, consumer, block);
-    if constexpr (kTop) start_lists<kMBlocks>(p, consumer, block);
-  }
-  if (consumer == 1) ptx::barrier_arrive(kEpilogueTurn, 2 * kWarpgroup);
-  take_turns<Element, kMBlocks, kGroups, Layout::kRing, kTop>(
+    start_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, place, block);
+    if constexpr (kTop) start_lists<kMBlocks>(p, place, block);
+  };
+  if (consumer < last_place || (kTop && consumer == last_place)) start(consumer);
+  if (kTop && consumer == 1) ptx::barrier_arrive(kEpilogueTurn, 2 * kWarpgroup);
+  take_turns<Element, kMBlocks, kGroups, Layout::kRing, kTop, !kTop>(
       p.operands, base, shared, count,
-      [&p, base, consumer](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool more) {
-        ptx::barrier_sync(kEpilogueTurn + consumer, 2 * kWarpgroup);
-        if (tile.z > 0) finish_tile<kEntropy, kDraw, kTop>(acc, p, tile, base);
+      [&](Accumulator<kMBlocks, kGroups>& acc, const int4& tile, bool more, bool real = true) {
+        if (real) ptx::barrier_sync(kEpilogueTurn + consumer, 2 * kWarpgroup);
+        if (tile.z > 0) finish_tile<kEntropy, kDraw, kTop>(acc, p, tile, base, real);
+        if (!real) {
+          ptx::barrier_sync(kBiasReady, kWarpgroup);  // all warps have left the place
+          start(last_place);
+        }
         if (more) ptx::barrier_arrive(kEpilogueTurn + 1 - consumer, 2 * kWarpgroup);
-      });
+      },
+      // beyond the last column; nothing is rehearsed where the first tile would have to wait for it
+      make_int4(0, p.schedule.groups, p.operands.k_blocks >= kRehearsedFrom ? kGroups : 0, last_place));
   ptx::barrier_sync(kAllDone, 2 * kWarpgroup);
   if (consumer < places(p.schedule)) store_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, consumer);
 }
 
-template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups, bool kTop = false>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
-    forward_wgmma(const __grid_constant__ WgmmaParams p) {
+template <class Element, bool kEntropy, bool kDraw, bool kTop, int kMBlocks, int kGroups, int kRegisters>
+VS_DEVICE void forward(const WgmmaParams& p, char* base) {
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
-  extern __shared__ __align__(1024) char base[];
   const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
   const int32_t cluster = blockIdx.x / 2, count = tile_count(p.schedule, cluster);
   start_ring<kMBlocks, kGroups, Layout::kRing>(p.operands, shared);
@@ -210,21 +232,42 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
       produce<kMBlocks, kGroups, Layout::kRing>(p.operands, base, shared, count, walk, warp);
     }
   } else {
-    ptx::registers_raise<kConsumerRegisters>();
+    ptx::registers_raise<kRegisters>();
     consume<Element, kEntropy, kDraw, kTop, kMBlocks, kGroups>(p, base, shared, count);
   }
   finish_ring();
 }
 
 template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups, bool kTop = false>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
+    forward_wgmma(const __grid_constant__ WgmmaParams p) {
+  extern __shared__ __align__(1024) char base[];
+  forward<Element, kEntropy, kDraw, kTop, kMBlocks, kGroups, kConsumerRegisters>(p, base);
+}
+
+// For few rows, whose accumulators are fewer: a block of the merge fits beside it, and is ready when it ends.
+template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups>
+__global__ void __cluster_dims__(2, 1, 1) __maxnreg__(VS_ROOMY_REGISTERS)
+    forward_wgmma_few(const __grid_constant__ WgmmaParams p) {
+  extern __shared__ __align__(1024) char base[];
+  forward<Element, kEntropy, kDraw, false, kMBlocks, kGroups, kRoomyConsumerRegisters>(p, base);
+}
+
+template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups, bool kTop = false>
 void launch_one(const WgmmaParams& p, cudaStream_t stream) {
-  const auto kernel = forward_wgmma<Element, kEntropy, kDraw, kMBlocks, kGroups, kTop>;
-  constexpr int kBytes = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>::kBytes;
+  const auto kernel = [] {
+    if constexpr (kMBlocks == 1 && !kDraw)  // a draw would spill
+      return forward_wgmma_few<Element, kEntropy, kDraw, kMBlocks, kGroups>;
+    else
+      return forward_wgmma<Element, kEntropy, kDraw, kMBlocks, kGroups, kTop>;
+  }();
+  using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   static OncePerDevice once;
   once([&] {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "shared memory");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout::kBytes), "shared memory");
   });
-  kernel<<<2 * p.schedule.clusters, kMainloopThreads, kBytes, stream>>>(p);
+  // no more than it needs: the merge's blocks are to fit beside it
+  kernel<<<2 * p.schedule.clusters, kMainloopThreads, Layout::bytes(places(p.schedule)), stream>>>(p);
 }
 
 template <class Element>

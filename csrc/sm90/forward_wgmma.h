@@ -8,7 +8,7 @@
 
 namespace vocabshard::sm90 {
 
-constexpr WgmmaShape kShape128 = {2, 3}, kShape64 = {1, 4};
+constexpr WgmmaShape kShape128 = {2, 3}, kShape64 = {1, 3};
 constexpr WgmmaShape wgmma_shape(int32_t path) { return path == kRows64 ? kShape64 : kShape128; }
 
 // One translation unit an element type: they take long to compile.

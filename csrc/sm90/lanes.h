@@ -132,12 +132,13 @@ VS_DEVICE TileSum<kEntropy> tile_sum(const float (&y)[kTile], const Scale& scale
   return sum;
 }
 
-// The largest of a lane's columns.
+// The largest of a lane's columns in the first `tiles` tiles.
 template <int kTiles>
-VS_DEVICE float lane_max(const float (&y)[kTiles][kTile]) {
+VS_DEVICE float lane_max(const float (&y)[kTiles][kTile], int32_t tiles) {
   float m = tile_max(y[0]);
 #pragma unroll
-  for (int a = 1; a < kTiles; ++a) m = ptx::max_nan(m, tile_max(y[a]));
+  for (int a = 1; a < kTiles; ++a)
+    if (a < tiles) m = ptx::max_nan(m, tile_max(y[a]));
   return m;
 }
 
@@ -161,15 +162,16 @@ VS_DEVICE void counters_update(int64_t* counters, int32_t rise, const Add& add_t
 
 // Adds kTiles tiles of 16 columns to a lane's counters of a row whose maximum rises from `before` to y_max. The
 // counters are read last: registers are scarce. Before the first finite logit they are zero, so that it does not matter
-// by how much they rise. y: clamp_finite where y_max < kNearLimitFrom.
+// by how much they rise. y: clamp_finite where y_max < kNearLimitFrom. From `tiles` on there are none.
 template <bool kEntropy, int kTiles>
-VS_DEVICE void lane_add(int64_t* counters, float before, float y_max, const float (&y)[kTiles][kTile]) {
+VS_DEVICE void lane_add(int64_t* counters, float before, float y_max, const float (&y)[kTiles][kTile], int32_t tiles) {
   const Scale running = make_scale(y_max);
   const int32_t K_before = make_scale(before).K, J = limb_top(running.K), J_u = limb_top_entropy(running.K);
   int32_t rise = J - limb_top(K_before), rise_u = J_u - limb_top_entropy(K_before);
   if constexpr (kEntropy) {  // tile by tile, each with its own K
 #pragma unroll
     for (int a = 0; a < kTiles; ++a) {
+      if (a >= tiles) break;
       const TileSum<true> sum = tile_sum<true>(y[a], make_scale(tile_max(y[a])));
       counters_update(counters, rise, [&](int64_t* c) { limbs_add_tile(c, J, sum.s, sum.K); });
       counters_update(counters + 32 * kLimbs, rise_u,
@@ -179,10 +181,12 @@ VS_DEVICE void lane_add(int64_t* counters, float before, float y_max, const floa
   } else {
     TileSum<false> sums[kTiles];
 #pragma unroll
-    for (int a = 0; a < kTiles; ++a) sums[a] = tile_sum<false>(y[a], running);
+    for (int a = 0; a < kTiles; ++a)
+      if (a < tiles) sums[a] = tile_sum<false>(y[a], running);
     counters_update(counters, rise, [&](int64_t* c) {
 #pragma unroll
-      for (int a = 0; a < kTiles; ++a) limbs_add_tile(c, J, sums[a].s, running.K);
+      for (int a = 0; a < kTiles; ++a)
+        if (a < tiles) limbs_add_tile(c, J, sums[a].s, running.K);
     });
   }
 }

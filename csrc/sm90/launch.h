@@ -15,7 +15,7 @@ enum Element : int32_t { kBfloat16 = 0, kHalf = 1, kFloat = 2 };
 enum Path : int32_t {
   kAuto = 0,
   kRows128 = 1,  // wgmma, 128 rows x 192 columns a consumer
-  kRows64 = 2,   // wgmma, 64 rows x 256 columns
+  kRows64 = 2,   // wgmma, 64 rows x 192 columns
   kMma = 3,      // mma.sync, any strides
   kFma = 4       // fp32
 };

@@ -16,6 +16,9 @@ constexpr int kWarpgroup = 128;
 constexpr int kMainloopThreads = 3 * kWarpgroup;
 // Of the 168 a thread the kernel starts with: 128 * 40 + 256 * 232 <= 65536.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+// A kernel that leaves room for another block on its SM starts with fewer: 128 * 40 + 256 * 192 <= 384 * 144.
+#define VS_ROOMY_REGISTERS 144
+constexpr int kRoomyConsumerRegisters = 192;
 // A consumer reads its tile's entry before it gives back the tile's first stage, so the producer is at most a ring of
 // stages tiles ahead of it.
 constexpr int kTileRing = 8;
@@ -167,11 +170,11 @@ VS_DEVICE void release(uint32_t empty, uint32_t stage) {
 }
 
 template <class Element, int kMBlocks, int kGroups, int kRing>
-VS_DEVICE void multiply(Accumulator<kMBlocks, kGroups>& acc, const Operands& o, uint32_t shared, Stage<kRing>& stage,
-                        int4& tile, const int4* tile_entry) {
+VS_DEVICE void multiply(Accumulator<kMBlocks, kGroups>& acc, uint32_t shared, Stage<kRing>& stage, int4& tile,
+                        const int4* tile_entry, int32_t k_blocks) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
   uint32_t before = 0;
-  for (int32_t block = 0; block < o.k_blocks; ++block) {
+  for (int32_t block = 0; block < k_blocks; ++block) {
     ptx::mbarrier_wait(shared + Layout::kFull + 8 * stage.index, stage.parity);
     if (block == 0) tile = *tile_entry;
     const uint32_t at = shared + stage.index * Layout::kStageBytes;
@@ -197,26 +200,38 @@ VS_DEVICE void multiply(Accumulator<kMBlocks, kGroups>& acc, const Operands& o, 
 // is for. tile is {block of rows, first group, groups, place}, `more` says that the other consumer has the next one.
 // kClear: accumulators begin as zeros and not as what they are, which the compiler may keep from tile to tile, and
 // spill.
-template <class Element, int kMBlocks, int kGroups, int kRing = kStages, bool kClear = false, class Finish>
-VS_DEVICE void take_turns(const Operands& o, const char* base, uint32_t shared, int32_t count, const Finish& finish) {
+// kRehearse: while the first tile is multiplied, the other consumer finishes the tile `rehearsed`, of which nothing is
+// kept: so the code is there when it is wanted. Fetched by the first tile itself, it would keep the tensor cores
+// waiting.
+template <class Element, int kMBlocks, int kGroups, int kRing = kStages, bool kClear = false, bool kRehearse = false,
+          class Finish>
+VS_DEVICE void take_turns(const Operands& o, const char* base, uint32_t shared, int32_t count, const Finish& finish,
+                          int4 rehearsed = {}) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
   const int consumer = static_cast<int>(ptx::uniform(threadIdx.x / kWarpgroup)) - 1;
   const int4* tiles = reinterpret_cast<const int4*>(base + Layout::kTiles);
   if (consumer == 1 && count > 0) ptx::barrier_arrive(kTurn, 2 * kWarpgroup);
 
-  for (int32_t i = consumer; i < count; i += 2) {
+  for (int32_t i = kRehearse && consumer == 1 ? -1 : consumer; i < count; i += 2) {
+    const bool real = !kRehearse || i >= 0;
     Stage<kRing> stage;
-    stage.skip(i * o.k_blocks);
     Accumulator<kMBlocks, kGroups> acc;
     if constexpr (kClear) acc = {};
     int4 tile;
-    ptx::barrier_sync(kTurn + i % 2, 2 * kWarpgroup);
-    multiply<Element>(acc, o, shared, stage, tile, tiles + i % kTileRing);
-    if (i + 1 < count) ptx::barrier_arrive(kTurn + 1 - i % 2, 2 * kWarpgroup);
+    if constexpr (kRehearse) tile = rehearsed;
+    if (real) {
+      stage.skip(i * o.k_blocks);
+      ptx::barrier_sync(kTurn + i % 2, 2 * kWarpgroup);
+    }
+    multiply<Element>(acc, shared, stage, tile, tiles + i % kTileRing, real ? o.k_blocks : 0);
+    if (real && i + 1 < count) ptx::barrier_arrive(kTurn + 1 - i % 2, 2 * kWarpgroup);
     ptx::wgmma_wait<0>();
     acc.settle();
-    release(shared + Layout::kEmpty, stage.index == 0 ? kRing - 1 : stage.index - 1);
-    finish(acc, tile, i + 1 < count);
+    if (real) release(shared + Layout::kEmpty, stage.index == 0 ? kRing - 1 : stage.index - 1);
+    if constexpr (kRehearse)
+      finish(acc, tile, i + 1 < count, real);
+    else
+      finish(acc, tile, i + 1 < count);
   }
 }
 

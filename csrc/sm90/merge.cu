@@ -9,15 +9,16 @@ namespace vocabshard::sm90 {
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256;        // of merge_splits, and where a row's partials are few
+constexpr int kOneRowThreads = 128;  // where they are many
 
-// All lanes of a warp hold partials of one row, and get them merged: first the maximum, then sums of what is left.
-template <bool kEntropy>
-VS_DEVICE void merge_warp(Partial& p) {
+// Every kLanes lanes hold partials of one row, and get them merged: first the maximum, then sums of what is left.
+template <bool kEntropy, int kLanes>
+VS_DEVICE void merge_lanes(Partial& p) {
   float y_max = p.y_max;
-  for (int by = 16; by > 0; by /= 2) y_max = max_nan(y_max, __shfl_xor_sync(~0u, y_max, by));
+  for (int by = kLanes / 2; by > 0; by /= 2) y_max = max_nan(y_max, __shfl_xor_sync(~0u, y_max, by));
   partial_raise(p, y_max);
-  for (int by = 16; by > 0; by /= 2)
+  for (int by = kLanes / 2; by > 0; by /= 2)
     for (int i = 0; i < kLimbs; ++i) {
       p.c[i] += __shfl_xor_sync(~0u, p.c[i], by);
       if (kEntropy) p.u[i] += __shfl_xor_sync(~0u, p.u[i], by);
@@ -25,12 +26,12 @@ VS_DEVICE void merge_warp(Partial& p) {
 }
 
 template <bool kEntropy>
-VS_DEVICE void store(const Merged& out, int64_t row, Partial& p) {
+VS_DEVICE void store(const Merged& out, int64_t row, Partial& p, int64_t target_id) {
   partial_finish(p);
   if (out.records != nullptr)
     record_store<kEntropy>(out.records + row, out.record_stride, p);
   else
-    fold_row<kEntropy>(out.fold, row, p, out.target_ids[row]);
+    fold_row<kEntropy>(out.fold, row, p, target_id);
 }
 
 // A row and what it drew, of all columns of this rank.
@@ -45,59 +46,104 @@ VS_DEVICE void store_drawn(const Merged& out, int64_t row, Partial& p, Winner w,
   }
 }
 
-// kRowThreads threads look through the partials of one row: those of the CTAs that had its block of rows.
-template <bool kEntropy, bool kDraw, int kRowThreads>
-__global__ void __launch_bounds__(kThreads)
+__device__ int64_t made_up;  // read as a rehearsal's partials
+
+// The partials of one row: those of the CTAs that had its block of rows.
+struct RowPartials {
+  const Schedule& schedule;
+  int32_t block, unit, ctas, first, count;  // of all CTAs that had it
+
+  VS_DEVICE RowPartials(const Schedule& s, int32_t block_of_rows) : schedule(s), block(block_of_rows) {
+    unit = s.share_columns ? block / 2 : block;
+    ctas = s.share_columns ? 1 : 2;
+    first = first_cluster(s, unit);
+    count = ctas * (last_cluster(s, unit) - first + 1);
+  }
+
+  // Which block of records, or -1.
+  VS_DEVICE int64_t place(int32_t i) const {
+    if (i >= count) return -1;
+    const int32_t cluster = first + i / ctas, rank = schedule.share_columns ? block % 2 : i % 2;
+    return (2ll * cluster + rank) * places(schedule) + (unit - first_unit(schedule, cluster));
+  }
+};
+
+// kRowThreads threads look through the partials of each of kRows rows.
+//
+// What takes time here is latency, and most of it that of this code itself, which nobody has fetched before: so it runs
+// once on a made-up row while the forward still runs, and stores nothing. A block of one row fits beside a CTA of the
+// forward for few rows (80 registers a thread and 128 threads are what that leaves free), so that it is there in time.
+template <bool kEntropy, bool kDraw, int kRowThreads, int kRows>
+__global__ void __launch_bounds__(kRowThreads* kRows, 6 * kOneRowThreads / (kRowThreads * kRows))
     merge_clusters(const int64_t* partials, const Schedule schedule, int block_rows, const RowWork work,
                    const float* target_y, const int64_t* winners, const Merged out) {
-  constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords;
-  constexpr int kRows = kThreads / kRowThreads, kRowWarps = kRowThreads / 32;
-  __shared__ Partial of_warp[kThreads / 32];
-  __shared__ Winner first_of_warp[kThreads / 32];
+  constexpr int kWords = kEntropy ? kRecordWordsEntropy : kRecordWords, kAtOnce = 2;
+  constexpr int kRowWarps = kRowThreads / 32, kWarps = kRows * kRowWarps;
+  __shared__ Partial of_warp[2][kWarps];
+  __shared__ Winner first_of_warp[2][kWarps];
   ptx::grid_launch_next();
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows, row = first_row + threadIdx.x / kRowThreads;
-  const int32_t block = static_cast<int32_t>(row / block_rows);
-  const int32_t unit = schedule.share_columns ? block / 2 : block, ctas = schedule.share_columns ? 1 : 2;
+  const RowPartials there(schedule, static_cast<int32_t>(min(row, static_cast<int64_t>(work.rows) - 1) / block_rows));
+  const int64_t* at_row = partials + row % block_rows;
+  int64_t place[kAtOnce];
+  for (int j = 0; j < kAtOnce; ++j) place[j] = there.place(threadIdx.x % kRowThreads + j * kRowThreads);
+  // one of warp 0's first lanes finishes a row
+  const int64_t mine = first_row + threadIdx.x / kRowWarps;
+  const bool finishes = threadIdx.x < kWarps && threadIdx.x % kRowWarps == 0 && mine < work.rows;
+  const int64_t target_id = !kDraw && finishes ? work.target_ids[mine] : -1, target = target_id - work.vocab_start;
+  const bool target_here = !kDraw && finishes && target >= 0 && target < work.valid;
 
-  Partial p = partial_identity();
-  Winner first_here = nobody();
-  ptx::grid_wait();
-  if (row < work.rows) {
-    // clusters that may have this unit
-    const int64_t per = schedule.clusters;
-    const int32_t first = schedule.units == 1 ? 0 : max(static_cast<int32_t>(unit * per / schedule.units) - 1, 0);
-    const int32_t last = schedule.units == 1
-                             ? schedule.clusters - 1
-                             : min(static_cast<int32_t>((unit + 1) * per / schedule.units) + 1, schedule.clusters - 1);
-    for (int32_t i = threadIdx.x % kRowThreads; i < ctas * (last - first + 1); i += kRowThreads) {
-      const int32_t cluster = first + i / ctas, rank = schedule.share_columns ? block % 2 : i % 2;
-      const int32_t home = first_unit(schedule, cluster);
-      if (unit < home || unit > last_unit(schedule, cluster)) continue;
-      const int64_t place = (2ll * cluster + rank) * places(schedule) + (unit - home);
-      partial_merge(p, record_load<kEntropy>(partials + place * kWords * block_rows + row % block_rows, block_rows));
-      if constexpr (kDraw) first_here = earlier(first_here, winner_load(winners + place * kWinnerWords * 64 + row, 64));
+#pragma unroll 1
+  for (int pass = kDraw || out.records != nullptr; pass < 2; ++pass) {
+    const bool real = pass != 0;
+    const int64_t* from = real ? at_row : &made_up;
+    const int64_t stride = real ? block_rows : 0;
+    Partial p = partial_identity();
+    Winner first_here = nobody();
+    if (real) ptx::grid_wait();
+    float y_target = real && target_here ? target_y[mine] : quiet_nan();
+#pragma unroll 1
+    for (int32_t i = threadIdx.x % kRowThreads;;) {
+      Partial read[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        read[j] = record_load<kEntropy>(from + max(place[j], int64_t{0}) * kWords * stride, stride);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (place[j] >= 0) partial_merge(p, read[j]);
+      if constexpr (kDraw) {
+        for (int j = 0; j < kAtOnce; ++j)
+          if (real && place[j] >= 0)
+            first_here = earlier(first_here, winner_load(winners + place[j] * (kWinnerWords * 64) + row, 64));
+      }
+      i += kAtOnce * kRowThreads;
+      if (!real || i >= there.count) break;
+      for (int j = 0; j < kAtOnce; ++j) place[j] = there.place(i + j * kRowThreads);
+    }
+    if (!real) {
+      p = {0.0f, 0.0f, {1, 0, 0}, {0, 0, 0}};
+      y_target = 0.0f;
+    }
+    merge_lanes<kEntropy, 32>(p);
+    if constexpr (kDraw)
+      for (int by = 16; by > 0; by /= 2) first_here = earlier_by_shuffle(first_here, by);
+    if (threadIdx.x % 32 == 0) {
+      of_warp[pass][threadIdx.x / 32] = p;
+      if constexpr (kDraw) first_of_warp[pass][threadIdx.x / 32] = first_here;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32) continue;
+    p = of_warp[pass][threadIdx.x % kWarps];
+    merge_lanes<kEntropy, kRowWarps>(p);
+    p.y_target = y_target;
+    if constexpr (kDraw) {
+      first_here = first_of_warp[pass][threadIdx.x % kWarps];
+      for (int by = kRowWarps / 2; by > 0; by /= 2) first_here = earlier_by_shuffle(first_here, by);
+      if (finishes && real) store_drawn(out, mine, p, first_here, work.vocab_start);
+    } else if (finishes) {
+      store<kEntropy>(real ? out : Merged{}, mine, p, target_id);
     }
   }
-  merge_warp<kEntropy>(p);
-  if constexpr (kDraw)
-    for (int by = 16; by > 0; by /= 2) first_here = earlier_by_shuffle(first_here, by);
-  if (threadIdx.x % 32 == 0) {
-    of_warp[threadIdx.x / 32] = p;
-    if constexpr (kDraw) first_of_warp[threadIdx.x / 32] = first_here;
-  }
-  __syncthreads();
-  const int64_t mine = first_row + threadIdx.x;
-  if (threadIdx.x >= kRows || mine >= work.rows) return;
-  p = of_warp[threadIdx.x * kRowWarps];
-  for (int i = 1; i < kRowWarps; ++i) partial_merge(p, of_warp[threadIdx.x * kRowWarps + i]);
-  if constexpr (kDraw) {
-    first_here = first_of_warp[threadIdx.x * kRowWarps];
-    for (int i = 1; i < kRowWarps; ++i) first_here = earlier(first_here, first_of_warp[threadIdx.x * kRowWarps + i]);
-    return store_drawn(out, mine, p, first_here, work.vocab_start);
-  }
-  const int64_t target = work.target_ids[mine] - work.vocab_start;
-  if (target >= 0 && target < work.valid) p.y_target = target_y[mine];
-  store<kEntropy>(out, mine, p);
 }
 
 template <bool kEntropy>
@@ -109,14 +155,19 @@ __global__ void __launch_bounds__(kThreads)
   Partial p = partial_identity();
   for (int i = 0; i < splits; ++i)
     partial_merge(p, record_load<kEntropy>(split_records + static_cast<int64_t>(i) * kWords * rows + row, rows));
-  store<kEntropy>(out, row, p);
+  store<kEntropy>(out, row, p, out.target_ids[row]);
 }
 
-template <bool kEntropy, int kRowThreads, bool kDraw = false>
+template <bool kEntropy, int kRowThreads, int kRows, bool kDraw = false>
 void launch_clusters(const WgmmaParams& p, int m_blocks, const Merged& out, cudaStream_t stream) {
-  constexpr int kRows = kThreads / kRowThreads;
-  launch_behind(merge_clusters<kEntropy, kDraw, kRowThreads>, (p.work.rows + kRows - 1) / kRows, kThreads, stream,
-                p.partials, p.schedule, 64 * m_blocks, p.work, p.target_y, p.draw.winners, out);
+  const auto kernel = merge_clusters<kEntropy, kDraw, kRowThreads, kRows>;
+  static OncePerDevice once;
+  once([&] {  // as the forward has it: an SM that is to be set otherwise must run empty first
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+          "shared memory");
+  });
+  launch_behind(kernel, (p.work.rows + kRows - 1) / kRows, kRowThreads * kRows, stream, p.partials, p.schedule,
+                64 * m_blocks, p.work, p.target_y, p.draw.winners, out);
 }
 
 }  // namespace
@@ -124,13 +175,15 @@ void launch_clusters(const WgmmaParams& p, int m_blocks, const Merged& out, cuda
 void launch_merge_clusters(const WgmmaParams& p, int m_blocks, bool entropy, const Merged& out, cudaStream_t stream) {
   const bool many = p.schedule.units == 1;  // clusters a row
   if (entropy)
-    many ? launch_clusters<true, 128>(p, m_blocks, out, stream) : launch_clusters<true, 32>(p, m_blocks, out, stream);
+    many ? launch_clusters<true, kOneRowThreads, 1>(p, m_blocks, out, stream)
+         : launch_clusters<true, 32, kThreads / 32>(p, m_blocks, out, stream);
   else
-    many ? launch_clusters<false, 128>(p, m_blocks, out, stream) : launch_clusters<false, 32>(p, m_blocks, out, stream);
+    many ? launch_clusters<false, kOneRowThreads, 1>(p, m_blocks, out, stream)
+         : launch_clusters<false, 32, kThreads / 32>(p, m_blocks, out, stream);
 }
 
 void launch_merge_drawn(const WgmmaParams& p, const Merged& out, cudaStream_t stream) {
-  launch_clusters<false, 128, true>(p, 1, out, stream);
+  launch_clusters<false, kOneRowThreads, 1, true>(p, 1, out, stream);
 }
 
 void launch_merge_splits(const int64_t* split_records, int splits, int32_t rows, bool entropy, const Merged& out,

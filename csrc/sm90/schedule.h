@@ -9,8 +9,8 @@
 //
 // One unit (the weights are streamed once): a cluster gets a contiguous range of groups.
 // More: a round is one step through the vocabulary; the tile (unit, round) has position unit * rounds + phase, phase =
-// round * step mod rounds, and cluster c owns the positions [c T / clusters, (c + 1) T / clusters), T all tiles. Loads
-// differ by at most one tile, and at any time all clusters are within a few rounds of each other.
+// round * step mod rounds, and the clusters own intervals of positions one behind the other. Their lengths differ by at
+// most one tile, and at any time all clusters are within a few rounds of each other.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,7 @@ namespace vocabshard::sm90 {
 
 constexpr int kGroupColumns = 64;
 constexpr int kPlaces = 2;
+constexpr int kLastGroups = 2;  // of a CTA's last tile, with one unit
 
 struct Tile {
   int32_t m;       // block of rows
@@ -39,6 +40,9 @@ struct Schedule {
   int32_t rounds, step;  // with more than one unit
   int32_t tile_groups;
   bool share_columns;  // the two CTAs of a cluster: the same columns, else the same rows
+  // What a cluster owns, in tiles, or with one unit in groups: `each`, and the first `over` clusters one more.
+  int32_t each, over;
+  int32_t tiles, tiles_over;  // of a cluster's CTA, with `each` and with one more
 };
 
 VS_SCHEDULE int32_t greatest_common_divisor(int32_t a, int32_t b) {
@@ -63,20 +67,40 @@ VS_SCHEDULE Schedule make_schedule(int32_t m_tiles, int32_t groups, int32_t tile
   int32_t step = even < 1 ? 1 : even;
   for (int32_t away = 0; greatest_common_divisor(rounds, step) != 1; ++away)
     step = (away % 2 == 0 ? even + away / 2 + 1 : (even > away / 2 ? even - away / 2 : 1));
-  return {units, clusters, groups, rounds, step, tile_groups, share_columns};
+  const int32_t owned = units > 1 ? static_cast<int32_t>(tiles) : groups, each = owned / clusters;
+  const int32_t cta = share_columns ? 1 : 2;  // of how many the groups are
+  const int32_t few = units > 1 ? each : ((each + cta - 1) / cta + tile_groups - 1) / tile_groups;
+  const int32_t more = units > 1 ? each + 1 : ((each + cta) / cta + tile_groups - 1) / tile_groups;
+  return {units, clusters, groups, rounds, step, tile_groups, share_columns, each, owned % clusters, few, more};
 }
 
-VS_SCHEDULE int64_t first_position(const Schedule& s, int32_t cluster) {
-  return static_cast<int64_t>(s.units) * s.rounds * cluster / s.clusters;
+// No division: a kernel begins with this.
+VS_SCHEDULE int32_t owned_before(const Schedule& s, int32_t cluster) {
+  return s.each * cluster + (cluster < s.over ? cluster : s.over);
+}
+
+VS_SCHEDULE int32_t first_position(const Schedule& s, int32_t cluster) { return owned_before(s, cluster); }
+
+VS_SCHEDULE int32_t cluster_at(const Schedule& s, int32_t position) {
+  const int32_t longer = s.over * (s.each + 1);  // positions of those that own one more
+  return position < longer ? position / (s.each + 1) : s.over + (position - longer) / s.each;
+}
+
+// The clusters that have tiles of a unit, first_cluster ... last_cluster.
+VS_SCHEDULE int32_t first_cluster(const Schedule& s, int32_t unit) {
+  return s.units == 1 ? 0 : cluster_at(s, unit * s.rounds);
+}
+VS_SCHEDULE int32_t last_cluster(const Schedule& s, int32_t unit) {
+  return s.units == 1 ? s.clusters - 1 : cluster_at(s, (unit + 1) * s.rounds - 1);
 }
 
 // What a cluster keeps partials for, units first_unit ... last_unit.
 VS_SCHEDULE int32_t places(const Schedule& s) { return s.units == 1 ? 1 : kPlaces; }
 VS_SCHEDULE int32_t first_unit(const Schedule& s, int32_t cluster) {
-  return s.units == 1 ? 0 : static_cast<int32_t>(first_position(s, cluster) / s.rounds);
+  return s.units == 1 ? 0 : first_position(s, cluster) / s.rounds;
 }
 VS_SCHEDULE int32_t last_unit(const Schedule& s, int32_t cluster) {
-  return s.units == 1 ? 0 : static_cast<int32_t>((first_position(s, cluster + 1) - 1) / s.rounds);
+  return s.units == 1 ? 0 : (first_position(s, cluster + 1) - 1) / s.rounds;
 }
 
 VS_SCHEDULE int32_t block_of_unit(const Schedule& s, int32_t unit, int32_t rank) {
@@ -84,47 +108,43 @@ VS_SCHEDULE int32_t block_of_unit(const Schedule& s, int32_t unit, int32_t rank)
 }
 
 // With one unit: the groups of a cluster, and of one of its CTAs.
-VS_SCHEDULE int32_t range_begin(const Schedule& s, int32_t cluster) {
-  return static_cast<int32_t>(static_cast<int64_t>(s.groups) * cluster / s.clusters);
-}
+VS_SCHEDULE int32_t range_begin(const Schedule& s, int32_t cluster) { return owned_before(s, cluster); }
 VS_SCHEDULE int32_t most_groups(const Schedule& s, int32_t cluster) {
   const int32_t all = range_begin(s, cluster + 1) - range_begin(s, cluster);
   return s.share_columns ? all : (all + 1) / 2;
 }
 
 // Tiles of each CTA of a cluster.
-VS_SCHEDULE int32_t tile_count(const Schedule& s, int32_t cluster) {
-  if (s.units > 1) return static_cast<int32_t>(first_position(s, cluster + 1) - first_position(s, cluster));
-  return (most_groups(s, cluster) + s.tile_groups - 1) / s.tile_groups;
-}
+VS_SCHEDULE int32_t tile_count(const Schedule& s, int32_t cluster) { return cluster < s.over ? s.tiles_over : s.tiles; }
 
 // The tiles of one CTA, in order.
 class Walk {
  public:
   VS_SCHEDULE Walk(const Schedule& s, int32_t cluster, int32_t rank) : schedule_(s), rank_(rank) {
     if (s.units == 1) {
-      const int32_t end = range_begin(s, cluster + 1);
-      begin_ = range_begin(s, cluster) + (s.share_columns ? 0 : rank * most_groups(s, cluster));
-      const int32_t most = most_groups(s, cluster);
-      mine_ = end - begin_ < most ? (end > begin_ ? end - begin_ : 0) : most;
+      const int32_t end = range_begin(s, cluster + 1), most = most_groups(s, cluster);
+      from_ = range_begin(s, cluster) + (s.share_columns ? 0 : rank * most);
+      end_ = end - from_ < most ? (end > from_ ? end : from_) : from_ + most;
       tiles_ = tile_count(s, cluster);
     } else {
-      const int64_t low = first_position(s, cluster), high = first_position(s, cluster + 1);
-      unit_low_ = static_cast<int32_t>(low / s.rounds);
-      phase_low_ = static_cast<int32_t>(low % s.rounds);
-      unit_high_ = static_cast<int32_t>(high / s.rounds);
-      phase_high_ = static_cast<int32_t>(high % s.rounds);
-      unit_ = phase_ >= phase_low_ ? unit_low_ : unit_low_ + 1;
+      const int32_t low = first_position(s, cluster), high = first_position(s, cluster + 1);
+      unit_low_ = low / s.rounds;
+      phase_low_ = low % s.rounds;
+      unit_high_ = high / s.rounds;
+      phase_high_ = high % s.rounds;
+      phase_ = round_ = 0;
+      unit_ = phase_low_ == 0 ? unit_low_ : unit_low_ + 1;
     }
   }
 
   // Call at most tile_count times.
   VS_SCHEDULE Tile next() {
     const Schedule& s = schedule_;
-    if (s.units == 1) {  // tiles as even as they can be: all keep equally many loads in flight
-      const int32_t from = share(tile_), to = share(tile_ + 1);
-      ++tile_;
-      return {block_of_unit(s, 0, rank_), begin_ + from, to - from, 0};
+    if (s.units == 1) {
+      // wide ones, which keep more loads in flight, and a narrow one at the end: nothing hides its epilogue
+      const int32_t from = from_, left = end_ - from, before_last = left - kLastGroups;
+      from_ += --tiles_ == 0 ? left : (before_last < s.tile_groups ? before_last : s.tile_groups);
+      return {block_of_unit(s, 0, rank_), from, from_ - from, 0};
     }
     while (!(unit_ < unit_high_ || (unit_ == unit_high_ && phase_ < phase_high_))) {
       ++round_;
@@ -140,14 +160,19 @@ class Walk {
   }
 
  private:
-  VS_SCHEDULE int32_t share(int32_t tile) const {
-    return static_cast<int32_t>(static_cast<int64_t>(mine_) * tile / tiles_);
-  }
-
   const Schedule& schedule_;
   int32_t rank_;
-  int32_t begin_ = 0, mine_ = 0, tiles_ = 1, tile_ = 0;
-  int32_t unit_low_ = 0, phase_low_ = 0, unit_high_ = 0, phase_high_ = 0, unit_ = 0, round_ = 0, phase_ = 0;
+  // With more units, and with one: there are few registers where this is used.
+  union {
+    int32_t unit_low_, from_;
+  };
+  union {
+    int32_t phase_low_, end_;
+  };
+  union {
+    int32_t unit_high_, tiles_;
+  };
+  int32_t phase_high_, unit_, round_, phase_;
 };
 
 }  // namespace vocabshard::sm90

@@ -35,12 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t r = 2 * (in_block / 64) + in_block % 16 / 8, warp = in_block % 64 / 16, lane = in_block % 8 * 4;
   const int32_t unit = schedule.share_columns ? block / 2 : block, ctas = schedule.share_columns ? 1 : 2;
   ptx::grid_wait();
-  // clusters that may have this unit
-  const int64_t per = schedule.clusters;
-  const int32_t first = schedule.units == 1 ? 0 : max(static_cast<int32_t>(unit * per / schedule.units) - 1, 0);
-  const int32_t last = schedule.units == 1
-                           ? schedule.clusters - 1
-                           : min(static_cast<int32_t>((unit + 1) * per / schedule.units) + 1, schedule.clusters - 1);
+  const int32_t first = first_cluster(schedule, unit), last = last_cluster(schedule, unit);
   const int32_t lists = 4 * ctas * (last - first + 1);
   if (thread == 0) s.count = n, s.total = 0;
   __syncthreads();
@@ -48,9 +43,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t i = thread; i < lists; i += kThreads) {
     const int32_t cluster = first + i / 4 / ctas, rank = schedule.share_columns ? block % 2 : i / 4 % 2;
     const int32_t home = first_unit(schedule, cluster);
-    s.length[i] = 0;
-    s.group[i] = 0;
-    if (unit < home || unit > last_unit(schedule, cluster)) continue;
     s.group[i] = (((2 * cluster + rank) * places(schedule) + (unit - home)) * 4 + warp) * (2 * kMBlocks) + r;
     mine += s.length[i] = top.states[s.group[i] * int64_t{32} + lane + i % 4].count;
   }
