@@ -160,6 +160,18 @@ def test_provenance_of_remembered_calls() -> None:
         assert told[0] != told[1]
 
 
+def test_provenance_has_the_temperature_of_its_own_call() -> None:
+    hidden, weight, target = problem()
+    for temperature in (torch.tensor(0.5), torch.tensor(2.0), torch.full((5,), 2.0), torch.tensor(1.0)):
+        expected = vs.provenance(hidden, weight, target, temperature=temperature, validate=False)
+        scored = vs.linear_logp(hidden, weight, target, temperature=temperature, return_lse=True, validate=False)
+        drawn = vs.vocab_parallel_sample(
+            hidden, weight, program=vs.SamplingProgram(), seed=1, temperature=temperature, validate=False
+        )
+        for told in (scored.provenance, drawn.provenance):
+            assert (told.temperature, told.inv_temperature) == (expected.temperature, expected.inv_temperature)
+
+
 def test_plans_of_a_shard_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_plans(monkeypatch)
     hidden, weight, target = problem()

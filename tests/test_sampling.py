@@ -423,6 +423,8 @@ def test_any_batch_and_block_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatc
     assert one.token.shape == () and int(one.token) == int(whole.token[3])
     nothing = vocab_parallel_sample(hidden[:0], weight, bias, program=FULL, seed=8, topk=2)
     assert nothing.token.shape == (0,) and nothing.top_ids.shape == (0, 2)
+    for program in (FULL, SamplingProgram()):
+        assert vocab_parallel_sample(hidden[:0], weight, bias, program=program, seed=8).token.shape == (0,)
 
 
 def masked_reference(

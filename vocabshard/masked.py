@@ -11,6 +11,7 @@ from vocabshard import checks, together
 from vocabshard.dist.grad import HiddenSum
 from vocabshard.functional import linear_logp, vocab_parallel_logp
 from vocabshard.options import LogpOutput
+from vocabshard.shard import VocabShard, known_shard, make_shard
 
 LOGITS_BYTES = 1 << 28  # of the fp32 logits of a chunk, where the caller names no number of rows
 
@@ -55,9 +56,12 @@ def masked_linear_logp(
 
     together.checked(
         check, together.group_of(options.get("tp_group"), options.get("shard")), (hidden, weight, target_ids),
-        validate=options.get("validate"), backend=options.get("backend", "auto"), stated=lambda: chunk_rows,
+        validate=options.get("validate"), backend=options.get("backend", "auto"),
+        stated=lambda: (chunk_rows, len(hidden), *map(options.get, ("global_vocab_size", "real_vocab_size"))),
     )  # fmt: skip
-    step = chunk_rows or max(1, LOGITS_BYTES // (4 * max(1, weight.shape[0])))
+    options = {**options, "shard": _shard_of(len(weight), options)}
+    widest = max(stop - start for start, stop in options["shard"].ranges)  # chunks are the same on every rank
+    step = chunk_rows or max(1, LOGITS_BYTES // (4 * max(1, widest)))
     chunks = [slice(first, min(first + step, len(hidden))) for first in range(0, len(hidden), step)]
     return _Masked.apply(hidden, weight, bias, target_ids, keep, temperature, chunks, options)
 
@@ -92,10 +96,8 @@ class _Masked(torch.autograd.Function):
         grad_logp = upstream[0]
         temperature = ctx.temperature if per_row is None else per_row
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        real = ctx.options.get("real_vocab_size")
-        valid = (
-            len(weight) if real is None else max(0, min(len(weight), real - (ctx.options["vocab_start_index"] or 0)))
-        )
+        shard: VocabShard = ctx.options["shard"]
+        valid = shard.valid
         grad_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32)
         grad_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if needs_weight else None
         grad_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needs_bias else None
@@ -116,7 +118,7 @@ class _Masked(torch.autograd.Function):
                 grad_bias[:valid] += dz.sum(0)
         result = None
         if needs_hidden:
-            over_group = HiddenSum(ctx.options.get("tp_group"), torch.float32, own_rows=False)
+            over_group = HiddenSum(shard.group, torch.float32, own_rows=False)
             over_group.start(grad_hidden)
             result = over_group.result(grad_hidden).to(hidden.dtype)
         return (
@@ -125,6 +127,18 @@ class _Masked(torch.autograd.Function):
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
             *[None] * 5,
         )
+
+
+def _shard_of(columns: int, options: dict[str, Any]) -> VocabShard:
+    """That of the call. Collective where linear_logp would make it."""
+    if options.get("shard") is not None:
+        given: VocabShard = options["shard"]
+        return given
+    group: Any = options.get("tp_group")
+    if hasattr(group, "get_group"):
+        group = group.get_group()
+    start, whole, real = map(options.get, ("vocab_start_index", "global_vocab_size", "real_vocab_size"))
+    return known_shard(columns, group, start, whole, real) or make_shard(columns, group, start, whole, real)
 
 
 def _of_rows(temperature: float | Tensor | None, rows: slice) -> float | Tensor | None:

@@ -33,7 +33,7 @@ class Outcome:
 
     saved_rows: int = 0
     saved_reason: str = ""
-    told: Provenance | None = None
+    told: tuple[float | str | None, Provenance] | None = None  # beside the temperature, which may be a tensor's number
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,12 @@ class Plan(NamedTuple):
         """What the call runs with, on this device."""
         if not self.by_looks:
             return self._provenance(device)
-        outcome = self.call.outcome  # shared by the calls that look alike, and none of them changes it
-        if outcome.told is None:
-            outcome.told = self._provenance(device)
-        return outcome.told
+        outcome = self.call.outcome  # shared by the calls that look alike
+        scale = "per-row" if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
+        told = outcome.told
+        if told is None or told[0] != scale:
+            told = outcome.told = (scale, self._provenance(device))
+        return told[1]
 
     def _provenance(self, device: torch.device) -> Provenance:
         call, choice, shard = self.call, self.choice, self.shard

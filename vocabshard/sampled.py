@@ -71,7 +71,7 @@ def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sample
 def draws_beside(call: Call, rows: int) -> bool:
     """Whether tokens are drawn beside the forward. By what the ranks have in common: their collectives depend on it."""
     whole = call.topk is None and not call.problem.entropy and (call.sampling is None or not call.sampling.truncates)
-    return whole and rows <= getattr(call.kernel, "DRAWN_ROWS", 0)
+    return whole and 0 < rows <= getattr(call.kernel, "DRAWN_ROWS", 0)
 
 
 def draw_at_once(call: Call, x: LinearOperands, draw: Draw, want_lse: bool) -> DrawnRows | None:

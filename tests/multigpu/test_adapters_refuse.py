@@ -200,10 +200,10 @@ def test_rl_kernel(place: Place) -> None:
 
 
 def test_masked(place: Place) -> None:
-    def call(**changed: Any) -> Tensor:
-        keep = torch.ones(N, len(place.weight), dtype=torch.bool)
+    def call(rows: int = N, **changed: Any) -> Tensor:
+        keep = torch.ones(rows, len(place.weight), dtype=torch.bool)
         given = {"keep": keep, "tp_group": place.group, "chunk_rows": 5, **changed}
-        return masked_linear_logp(place.hidden, place.weight, place.target, **given)
+        return masked_linear_logp(place.hidden[:rows], place.weight, place.target[:rows], **given)
 
     place.each(
         call,
@@ -212,6 +212,7 @@ def test_masked(place: Place) -> None:
             ("hidden must be [N, D] and keep bool", {"keep": torch.ones(N, 3, dtype=torch.bool)}),
             ("chunk_rows must be", {"chunk_rows": 0}),
             ("different options", {"chunk_rows": 3}),
+            ("different options", {"rows": 0}),
         ],
     )
 
@@ -235,6 +236,8 @@ def test_vllm(place: Place) -> None:
             ("presence, frequency and repetition penalties", {"no_penalties": False}),
             ("max_num_logprobs = 100000", {"max_num_logprobs": 100000}),
             ("logprobs_mode must be", {"logprobs_mode_override": "logits"}),
+            ("different options", {"logprobs_mode_override": "processed_logprobs"}),
+            ("different options", {"hidden": place.hidden[:0]}),
             ("row_keys must be", {"row_keys": torch.zeros(3, dtype=torch.int64)}),
             ("hidden must be", {"hidden": place.hidden[:, :3]}),
             ("different options", {"max_num_logprobs": None}),

@@ -139,7 +139,8 @@ class HeadSampler:
                 self._check_rows(hidden_states, embedding_bias, row_keys)
             return mode
 
-        mode = self._agreed(check, hidden_states, lambda: (wanted, sorted((ids or {}).items())))
+        stated = (logprobs_mode_override or self._mode, wanted, sorted((ids or {}).items()))
+        mode = self._agreed(check, hidden_states, lambda: (*stated, list(hidden_states.shape)))
         count = hidden_states.shape[0]
         keys = self._keys(count, of.generators, hidden_states.device) if row_keys is None else row_keys
         best = None if wanted is None else max(wanted, 1)
@@ -165,7 +166,7 @@ class HeadSampler:
             if self._validate:
                 checks.linear(hidden_states, self._lm_head.weight, token_ids, embedding_bias)
 
-        self._agreed(check, hidden_states, lambda: num_logprobs)
+        self._agreed(check, hidden_states, lambda: (num_logprobs, list(hidden_states.shape)))
         scores = self._raw(hidden_states, embedding_bias, token_ids, max(num_logprobs, 1))
         return _tensors(token_ids, scores, num_logprobs)
 
