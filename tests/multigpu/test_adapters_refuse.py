@@ -98,6 +98,7 @@ def test_torch_native(place: Place) -> None:
             ("weight must be [V_real]", {"weight": torch.ones(V - 1)}),
             ("weight must be a torch.Tensor", {"weight": 1.0}),
             ("different options", {"weight": None}),
+            ("different options", {"real_vocab_size": V - 1}),
             ("temperature", {"temperature": -1.0}),
         ],
     )

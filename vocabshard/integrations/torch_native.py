@@ -71,7 +71,8 @@ def linear_cross_entropy(
         together.checked, group=together.group_of(*given), tensors=(input, linear_weight, target),
         validate=of_linear_logp.get("validate"), backend=of_linear_logp.get("backend", "auto"),
     )  # fmt: skip
-    agreed(check, stated=lambda: (reduction, label_smoothing, z_loss, weight is None))
+    sizes = [of_linear_logp.get(name) for name in ("global_vocab_size", "real_vocab_size")]  # a shard is known by these
+    agreed(check, stated=lambda: (reduction, label_smoothing, z_loss, weight is None, given[1] is None, *sizes))
     ignored = -100 if ignore_index is None else ignore_index
     shard = None
     if label_smoothing or weight is not None:
