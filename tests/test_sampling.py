@@ -26,7 +26,7 @@ from vocabshard import (
 )
 from vocabshard import sampling as S
 from vocabshard.cuts import Block, Over
-from vocabshard.dist.fold import fold
+from vocabshard.dist.fold import fold, set_targets
 from vocabshard.kernels import cpu, sampling_torch, truncated
 from vocabshard.kernels.problem import LocalProblem
 from vocabshard.logprob_contract import ContractError
@@ -648,3 +648,12 @@ def test_errors() -> None:
                 with pytest.raises(ValueError, match="no token to draw: real_vocab_size is 0"):
                     empty = (hidden[:rows], weight[:columns], bias[:columns])
                     vocab_parallel_sample(*empty, program=FULL, seed=0, validate=validate, **options)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_other_targets_leave_the_records_as_they_are(backend: str, n: int) -> None:
+    records = torch.arange(24).view(2, 3, 4) << 32
+    before = records.clone()
+    assert set_targets(backend, records, torch.randn(4, n)).shape == (2, 3, 4 * n)
+    assert torch.equal(records, before)

@@ -43,7 +43,7 @@ def fold_scores(
 
 def set_targets(backend: str, gathered: Tensor, y: Tensor) -> Tensor:
     """gathered [W, R, N] and y fp32 [N, n] -> [W, R, N * n]: the same rows once for each of n targets of that y."""
-    gathered = gathered[..., None].expand(*gathered.shape, y.shape[1]).flatten(2).contiguous()
+    gathered = gathered[..., None].repeat(1, 1, 1, y.shape[1]).flatten(2)  # its own memory also where n is 1
     y = y.reshape(-1)
     if backend == "torch":
         targets = gathered.view(torch.float64)[:, 1]

@@ -121,7 +121,8 @@ def backward(
                 return
             for part in how.ready_rows or (slice(0, n),):
                 to = grad_hidden[part]
-                add_grad_hidden(dz[part], weight[:columns], to, go_on=False, row_active=terms.active[part])
+                go_on = how.grad_hidden is not None
+                add_grad_hidden(dz[part], weight[:columns], to, go_on=go_on, row_active=terms.active[part])
                 if how.hidden_ready is not None:
                     how.hidden_ready(to)
 
