@@ -64,7 +64,7 @@ def goes_beside(call: Call, x: LinearOperands) -> bool:
         return False
     finds = x.cut is None and call.sampling is not None and call.sampling.truncates
     half = x.hidden.dtype in (torch.bfloat16, torch.float16) and x.hidden.shape[1] % 8 == 0
-    many = x.target_ids.shape[0] >= max(BESIDE_FROM, 65) and n <= BESIDE_MOST
+    many = x.target_ids.shape[0] >= BESIDE_FROM and n <= BESIDE_MOST
     return not finds and half and many and kernel.topk_fits(call.widest, n)
 
 

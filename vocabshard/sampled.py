@@ -33,6 +33,10 @@ class Draw(NamedTuple):
     seed: int
     row_keys: Tensor | None  # int64 [N], contiguous; None: 0, 1, 2, ...
 
+    def keys_of(self, hidden: Tensor) -> Tensor:
+        """int64 [N]: those of these rows."""
+        return torch.arange(hidden.shape[0], device=hidden.device) if self.row_keys is None else self.row_keys
+
 
 class Sampled(NamedTuple):
     """Of every row."""
@@ -48,11 +52,11 @@ def pass_over(call: Call, x: LinearOperands, draw: Draw | None = None) -> Sample
     """One product per row: finds the cut where x has none, draws where asked to, scores, and ranks if call.topk.
 
     Collectives a block: a word a row for the maxima, what cuts.find_cut says, three words a row for a draw, the
-    records, and for the best n words a row, a word and a sum of a word. The best
-    alone may come beside the fused forward.
+    records, and for the best n words a row, a word and a sum of a word. The best alone may come beside the fused
+    forward.
     """
     if draw is not None:
-        keys = torch.arange(x.hidden.shape[0], device=x.hidden.device) if draw.row_keys is None else draw.row_keys
+        keys = draw.keys_of(x.hidden)
         draw, x = draw._replace(row_keys=keys), x._replace(target_ids=keys)  # any targets: the tokens replace them
     if call.sequence_parallel:
         ((_, hidden),) = gather_rows(x.hidden, call.group, pieces=False)
@@ -90,22 +94,20 @@ def draw_at_once(call: Call, x: LinearOperands, draw: Draw, want_lse: bool) -> D
         found = call.kernel.draw_rows(*operands, draw.row_keys, *rule)
     one_block = 4 * rows * x.weight.shape[0] <= truncated.LOGITS_BYTES
     if found is None and call.group is None and call.topk is None and one_block and hasattr(call.kernel, "sample_rows"):
-        keys = torch.arange(rows, device=x.hidden.device) if draw.row_keys is None else draw.row_keys
         steps = () if call.sampling is None else call.sampling.steps
-        found = call.kernel.sample_rows(*operands, keys, steps, *rule)
+        found = call.kernel.sample_rows(*operands, draw.keys_of(x.hidden), steps, *rule)
     return found
 
 
 def _records_of_draw(call: Call, x: LinearOperands, draw: Draw) -> Tensor:
     """What a kernel's draw_records has, from logits."""
     n, device = x.hidden.shape[0], x.hidden.device
-    keys = torch.arange(n, device=device) if draw.row_keys is None else draw.row_keys
     targets = torch.full((n,), -1, device=device)
     operands = (x.hidden, x.weight, x.bias, targets, x.inv_temperature, call.problem)
     own, logits = call.kernel.forward(*operands, want_logits=True)
     cut = torch.full((n,), S.KEEP_ALL, device=device)
     kernel = sampling_torch.functions(call.kernel)
-    arrival, ids, order = kernel.draw(logits, call.problem, x.inv_temperature, cut, draw.seed, keys)
+    arrival, ids, order = kernel.draw(logits, call.problem, x.inv_temperature, cut, draw.seed, draw.keys_of(x.hidden))
     y = sampling_torch.scaled(S.logit_of(order), x.inv_temperature)
     at = (ids << 32) + (y.contiguous().view(torch.int32).to(torch.int64) & sampling_torch.WORD)
     return torch.cat([own, arrival[None], torch.where(arrival == S.NO_ARRIVAL, S.NO_ARRIVAL, at)[None]])
@@ -125,7 +127,10 @@ def _rows_of(x: LinearOperands, rows: slice) -> LinearOperands:
 
 
 def _draw_of(draw: Draw | None, rows: slice) -> Draw | None:
-    return None if draw is None or draw.row_keys is None else draw._replace(row_keys=draw.row_keys[rows])
+    if draw is None:
+        return None
+    assert draw.row_keys is not None  # of a part of the rows they are not 0, 1, 2, ...
+    return draw._replace(row_keys=draw.row_keys[rows])
 
 
 def _of_block(call: Call, x: LinearOperands, draw: Draw | None) -> Sampled:
