@@ -8,11 +8,13 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,13 +54,23 @@ def cpu_sources() -> list[Path]:
     sources = sorted((CSRC / "cpu").glob("*.cpp"))
     if not IS_X86:
         sources = [s for s in sources if not suffix_flags(s, X86_SUFFIXES)]
-    return [CSRC / "bindings.cpp", *sources]
+    return [CSRC / "bindings.cpp", CSRC / "build.cpp", *sources]
 
 
-def headers(source: Path | None = None) -> list[Path]:
-    """All headers, or those that `source` may include: a CPU kernel none of the GPU's, and the other way round."""
-    foreign = {"cpu": "sm90", "sm90": "cpu"}.get(source.parent.name) if source else None
-    return sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cuh") and p.parent.name != foreign)
+def headers() -> list[Path]:
+    return sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cuh"))
+
+
+def included(source: Path) -> list[Path]:
+    """The headers of csrc that `source` includes, and those that they include, whatever the preprocessor leaves out."""
+    found: set[Path] = set()
+    left = [source]
+    while left:
+        names = re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', left.pop().read_text(), re.MULTILINE)
+        new = {path for name in names if (path := CSRC / name).is_file()} - found
+        found |= new
+        left += new
+    return sorted(found)
 
 
 def find_nvcc() -> str | None:
@@ -86,7 +98,7 @@ def cuda_sources() -> tuple[str | None, list[Path]]:
 
 def call(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except FileNotFoundError:
         raise CompileError(f"{command[0]} not found: install a C++17 compiler, or set CXX to one") from None
     if done.returncode:
@@ -97,19 +109,25 @@ def call(command: list[str]) -> str:
 def compile_one(source: Path, command: list[str], compiler_version: str) -> Path:
     """Compile unless an object of the same command, text, headers and compiler is there already.
 
-    Builds that run at the same time share the work: one compiles a source, the others wait for it.
+    Builds that run at the same time share the work: one compiles a source, the others wait for it. Commands name no
+    folder of this tree, so that its objects are those of a copy too.
     """
-    texts = b"".join(path.read_bytes() for path in [source, *headers(source)])
+    texts = b"".join(path.read_bytes() for path in [source, *included(source)])
     key = hashlib.sha256(repr([command, compiler_version, pybind11.__version__]).encode() + texts).hexdigest()[:16]
     target = OBJECTS / f"{source.stem}-{key}.o"
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             partial = target.with_suffix(".partial.o")
-            output = call([*command, "-c", str(source), "-o", str(partial)])
+            compiling = [*command, "-c", source.relative_to(ROOT).as_posix()]
+            with tempfile.TemporaryDirectory(dir=OBJECTS) as folder:
+                keep = ["--keep", "--keep-dir", folder] if source.suffix == ".cu" else []
+                output = call([*compiling, *keep, "-o", str(partial)])
+                for ptx in sorted(Path(folder).glob("*.ptx"))[:1]:  # of several architectures the first; tests read it
+                    shutil.move(ptx, target.with_suffix(".ptx"))
             target.with_suffix(".log").write_text(output)
             quiet = source.suffix == ".cu" and "warning" not in output  # ptxas reports registers each time
-            print(shlex.join([*command, "-c", str(source)]), "" if quiet else output, sep="\n", end="", flush=True)
+            print(shlex.join(compiling), "" if quiet else output, sep="\n", end="", flush=True)
             partial.replace(target)
     return target
 
@@ -118,7 +136,7 @@ class BuildExtension(build_ext):
     def build_extension(self, ext: Extension) -> None:
         cxx = shlex.split(os.environ.get("CXX", "c++"))
         nvcc, kernels = cuda_sources()
-        defines = [f"-DVOCABSHARD_CUDA={int(bool(kernels))}", *(["-DVOCABSHARD_X86=1"] if IS_X86 else [])]
+        defines = ["-DVOCABSHARD_X86=1"] if IS_X86 else []
 
         # (source, compiler, flags that decide the code): the fingerprint is made of these and of every text under csrc.
         plan = [(s, cxx, [*CXX_FLAGS, *defines, *suffix_flags(s, X86_SUFFIXES)]) for s in cpu_sources()]
@@ -130,23 +148,21 @@ class BuildExtension(build_ext):
             digest.update(path.relative_to(CSRC).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
         digest.update(repr([(s.relative_to(CSRC).as_posix(), flags) for s, _, flags in plan]).encode())
         build = f"{self.distribution.get_version()}+{digest.hexdigest()[:16]}"
+        told = [f'-DVOCABSHARD_BUILD="{build}"', f"-DVOCABSHARD_CUDA={int(bool(kernels))}"]
         python = ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
-        bindings = [f'-DVOCABSHARD_BUILD="{build}"', *python]
 
         OBJECTS.mkdir(parents=True, exist_ok=True)
         versions = {tuple(compiler): call([*compiler, "--version"]) for _, compiler, _ in plan}
 
         def build_one(entry: tuple[Path, list[str], list[str]]) -> str:
             source, compiler, flags = entry
-            extra = []
-            if source.name.startswith("bindings"):
-                extra = bindings if source.parent == CSRC else python
-            return str(compile_one(source, [*compiler, *flags, *extra, f"-I{CSRC}"], versions[tuple(compiler)]))
+            extra = told if source.name == "build.cpp" else python if source.name.startswith("bindings") else []
+            return str(compile_one(source, [*compiler, *flags, *extra, "-Icsrc"], versions[tuple(compiler)]))
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(build_one, plan))
 
-        target = Path(self.get_ext_fullpath(ext.name))
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         if nvcc:  # nvcc knows where its static runtime lies
             link = [*plan[-1][1], "-shared", "-cudart", "static", *SM90_FLAGS, "-Xcompiler=-pthread"]

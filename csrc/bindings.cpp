@@ -7,11 +7,9 @@
 #include <vector>
 
 #include "api.h"
+#include "build.h"
 #include "contract.h"
 #include "cpu/threads.h"
-#if VOCABSHARD_CUDA
-#include "sm90/bindings_sm90.h"
-#endif
 
 namespace py = pybind11;
 using namespace vocabshard;
@@ -76,8 +74,8 @@ py::dict build_info() {
     if (cpu_isa_usable() >> isa & 1) usable.emplace_back(cpu_isa_name(isa));
   }
   py::dict d;
-  d["build"] = VOCABSHARD_BUILD;
-  d["cuda"] = VOCABSHARD_CUDA != 0;
+  d["build"] = kBuild;
+  d["cuda"] = kHasCuda;
   d["compiler"] = compiler();
   d["cpu_compiled"] = compiled;
   d["cpu_usable"] = usable;
@@ -307,8 +305,5 @@ PYBIND11_MODULE(_C, m) {
   bind_fingerprint(m);
   bind_sampling(m);
   bind_specification(m);
-#if VOCABSHARD_CUDA
-  sm90::register_sm90(m);
-  sm90::register_logits(m);
-#endif
+  register_cuda(m);
 }

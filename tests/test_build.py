@@ -4,12 +4,15 @@ import ast
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 import vocabshard
 
@@ -37,6 +40,52 @@ def test_flags_fix_the_bits() -> None:
         assert flag in text
     for flag in ("-ffast-math", "-Ofast", "-march=", "use_fast_math", "-DNDEBUG"):
         assert flag not in text
+
+
+@pytest.fixture
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Its functions."""
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler")
+def test_what_a_source_includes_is_known(setup_py: dict[str, Any]) -> None:
+    """Whatever the preprocessor reads of csrc: without the system's headers, which it then takes for granted."""
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cu")]
+    for source in sources:
+        for define in ("-D__CUDACC__", "-U__CUDACC__"):
+            flags = ["-std=c++17", "-MM", "-MG", "-nostdinc", "-Icsrc", define, "-x", "c++"]
+            command = [str(CXX), *flags, source.relative_to(ROOT).as_posix()]
+            made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+            read = {ROOT / name for name in made.split() if name.startswith("csrc/")} - {source}
+            assert read <= set(setup_py["included"](source)), source.name
+    backward = setup_py["included"](ROOT / "csrc" / "sm90" / "backward.cpp")
+    assert ROOT / "csrc" / "sm90" / "dlogits.h" in backward and not [p for p in backward if p.parent.name == "cpu"]
+
+
+def test_a_changed_header_compiles_what_includes_it(
+    setup_py: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(command: list[str]) -> str:
+        Path(command[-1]).touch()
+        return ""
+
+    compile_one = setup_py["compile_one"]
+    for name, value in (("ROOT", tmp_path), ("CSRC", tmp_path), ("OBJECTS", tmp_path), ("call", call)):
+        monkeypatch.setitem(compile_one.__globals__, name, value)
+    texts = {"one.cpp": '#include "a.h"\n', "two.cpp": "", "a.h": '#pragma once\n #  include "b.h"\n', "b.h": ""}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+
+    def objects() -> list[Path]:
+        return [compile_one(tmp_path / name, ["c++"], "1") for name in ("one.cpp", "two.cpp")]
+
+    before = objects()
+    assert objects() == before
+    (tmp_path / "b.h").write_text("int b;\n")
+    after = objects()
+    assert after[0] != before[0] and after[1] == before[1] and all(path.exists() for path in before + after)
 
 
 def setup_error(cuda: str) -> str:

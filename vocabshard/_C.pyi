@@ -697,7 +697,7 @@ def cuda_logits_workspace(device: int) -> tuple[int, int]:
     """Bytes of workspace, and how many of them, the first, are zero before the first launch."""
 
 def cuda_logits_forward(*args: int | float | bool) -> None:
-    """Records, or folded rows; see csrc/sm90/bindings_logits.cpp for the arguments."""
+    """Records, or folded rows; see csrc/sm90/bindings_logits.h for the arguments."""
 
 def cuda_logits_backward(*args: int | float | RowGradients | LogitsUpstream) -> None:
-    """Writes all of grad_logits; see csrc/sm90/bindings_logits.cpp for the arguments."""
+    """Writes all of grad_logits; see csrc/sm90/bindings_logits.h for the arguments."""

@@ -6,6 +6,9 @@
 
 #include "sm90/backward.h"
 #include "sm90/bindings_device.h"
+#include "sm90/bindings_dlogits.h"
+#include "sm90/bindings_logits.h"
+#include "sm90/bindings_products.h"
 #include "sm90/launch.h"
 #include "sm90/product.h"
 
@@ -70,6 +73,9 @@ DeviceBackward backward_of(int device, uintptr_t stream, int32_t element, int64_
 }  // namespace
 
 void register_backward(py::module_& module) {
+  register_dlogits(module);
+  register_logits(module);
+  register_products(module);
   module.def(
       "sm90_backward_workspace",
       [](int64_t rows, int64_t width, bool bias) { return lay_out(rows, width, bias).bytes; }, py::arg("rows"),

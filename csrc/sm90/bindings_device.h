@@ -49,10 +49,6 @@ struct DeviceDlogitsKept {
   int device;
 };
 
-void register_backward(pybind11::module_& module);
-void register_dlogits(pybind11::module_& module);
-void register_products(pybind11::module_& module);
-void register_sampling(pybind11::module_& module);
-void register_topk(pybind11::module_& module);
+void register_backward(pybind11::module_& module);  // with all of the gradients, and of what is over logits
 
 }  // namespace vocabshard::sm90

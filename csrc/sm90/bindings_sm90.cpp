@@ -1,9 +1,10 @@
 // The fused forward and the fold of vocabshard._C: pointers come as integers, 0 for none; strides in elements. The
 // caller names device and stream; the thread's current device is afterwards what it was. The forward's calls are
 // positional: with few rows their cost is the host's.
-#include "sm90/bindings_sm90.h"
-
+#include "build.h"
 #include "sm90/bindings_device.h"
+#include "sm90/bindings_sampling.h"
+#include "sm90/bindings_topk.h"
 #include "sm90/launch.h"
 #include "sm90/sampling_stream.h"
 
@@ -110,8 +111,6 @@ DrawRows draw_rows(int64_t seed, uintptr_t row_keys) { return {true, seed, point
 
 void register_sm90(py::module_& module) {
   register_backward(module);
-  register_dlogits(module);
-  register_products(module);
   register_sampling(module);
   py::class_<FoldRows>(module, "FoldRows", "How rows are folded, and where their results go.")
       .def(py::init(&fold_rows), py::arg("ignore_index"), py::arg("real_vocab_size"), py::arg("invalid_is_nan"),

@@ -1,4 +1,7 @@
 // The gradients' products, of vocabshard._C: pointers come as integers, 0 for none; strides in elements.
+// Compiled with bindings_backward.cpp.
+#pragma once
+
 #include "sm90/bindings_device.h"
 #include "sm90/launch.h"
 #include "sm90/product.h"
@@ -8,7 +11,7 @@ namespace vocabshard::sm90 {
 
 namespace py = pybind11;
 
-void register_products(py::module_& module) {
+inline void register_products(py::module_& module) {
   module.def(
       "sm90_grad_hidden",
       [](int device, int32_t element, int64_t rows, int64_t depth, int64_t columns, uintptr_t dlogits,

@@ -1,9 +1,8 @@
 // Kernels over logits that exist, for vocabshard._C. Pointers come as integers, 0 for none; strides in elements. Calls
-// are positional: with few rows their cost is the host's.
-#include <pybind11/pybind11.h>
+// are positional: with few rows their cost is the host's. Compiled with bindings_backward.cpp.
+#pragma once
 
-#include "sm90/bindings_sm90.h"
-#include "sm90/check.h"
+#include "sm90/bindings_device.h"
 #include "sm90/logits.h"
 
 namespace vocabshard::sm90 {
@@ -11,28 +10,6 @@ namespace vocabshard::sm90 {
 namespace {
 
 namespace py = pybind11;
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// The thread's current device is afterwards what it was.
-class OnDevice {
- public:
-  explicit OnDevice(int device) : device_(device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
-  }
-  ~OnDevice() {
-    if (before_ != device_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int device_, before_ = 0;
-};
 
 py::tuple workspace_bytes(int device) {
   const OnDevice guard(device);
@@ -72,7 +49,7 @@ void backward(int device, uintptr_t stream, uintptr_t logits, int dtype, int64_t
 
 }  // namespace
 
-void register_logits(py::module_& module) {
+inline void register_logits(py::module_& module) {
   py::class_<LogitsUpstream>(module, "LogitsUpstream", "Upstream gradients of logp, lse and entropy, with strides.")
       .def(py::init([] { return LogitsUpstream{}; }))
       .def(py::init([](uintptr_t logp, int64_t logp_stride, uintptr_t lse, int64_t lse_stride, uintptr_t entropy,

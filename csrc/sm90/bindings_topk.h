@@ -1,5 +1,7 @@
 // The best columns and the target's rank, for vocabshard._C. Pointers come as integers, 0 for none; strides in
-// elements. Calls are positional: with few rows their cost is the host's.
+// elements. Calls are positional: with few rows their cost is the host's. Compiled with bindings_sm90.cpp.
+#pragma once
+
 #include <string>
 
 #include "sm90/bindings_device.h"
@@ -43,10 +45,10 @@ void finish(uintptr_t best, int64_t ranks, uintptr_t before, int device, uintptr
   launch_topk_finish(call, as_stream(stream));
 }
 
-void rows(uintptr_t logits, int64_t row_stride, int64_t valid, int64_t vocab_start, int device, uintptr_t stream,
-          uintptr_t records, int64_t parts, int64_t rows, bool entropy, int32_t n, uintptr_t target_ids,
-          uintptr_t scales, float scale, uintptr_t cut, uintptr_t ids, uintptr_t logp, uintptr_t rank,
-          const FoldRows& fold) {
+void scan_and_finish(uintptr_t logits, int64_t row_stride, int64_t valid, int64_t vocab_start, int device,
+                     uintptr_t stream, uintptr_t records, int64_t parts, int64_t rows, bool entropy, int32_t n,
+                     uintptr_t target_ids, uintptr_t scales, float scale, uintptr_t cut, uintptr_t ids, uintptr_t logp,
+                     uintptr_t rank, const FoldRows& fold) {
   const OnDevice guard(device);
   TopkScan call = {};
   call.logits = pointer<float>(logits), call.row_stride = row_stride, call.rows = rows, call.valid = valid;
@@ -94,7 +96,7 @@ int64_t forward(int device, uintptr_t stream, int32_t element, int64_t rows, int
 
 }  // namespace
 
-void register_topk(py::module_& module) {
+inline void register_topk(py::module_& module) {
   module.attr("TOPK_MOST") = kMostTop;
   module.def("sm90_topk_fits", &topk_scan_fits, py::arg("valid"), py::arg("n"));
   module.def("sm90_topk_scan", &scan, py::arg("device"), py::arg("stream"), py::arg("logits"), py::arg("row_stride"),
@@ -106,7 +108,7 @@ void register_topk(py::module_& module) {
              py::arg("target_ids"), py::arg("scales"), py::arg("scale"), py::arg("cut"), py::arg("ids"),
              py::arg("logp"), py::arg("rank"), py::arg("fold"),
              "Ids and log-probs of the best of all ranks, the target's rank, and its fold.");
-  module.def("sm90_topk_rows", &rows, py::arg("logits"), py::arg("row_stride"), py::arg("valid"),
+  module.def("sm90_topk_rows", &scan_and_finish, py::arg("logits"), py::arg("row_stride"), py::arg("valid"),
              py::arg("vocab_start"), py::arg("device"), py::arg("stream"), py::arg("records"), py::arg("parts"),
              py::arg("rows"), py::arg("entropy"), py::arg("n"), py::arg("target_ids"), py::arg("scales"),
              py::arg("scale"), py::arg("cut"), py::arg("ids"), py::arg("logp"), py::arg("rank"), py::arg("fold"),

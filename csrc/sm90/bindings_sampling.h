@@ -1,9 +1,10 @@
 // Sampling kernels over a block of fp32 logits, for vocabshard._C. Pointers come as integers, 0 for none; strides in
-// elements.
+// elements. Compiled with bindings_sm90.cpp.
+#pragma once
+
 #include <string>
 
 #include "sm90/bindings_device.h"
-#include "sm90/bindings_sm90.h"
 #include "sm90/sampling_launch.h"
 #include "sm90/sampling_stream.h"
 
@@ -83,7 +84,7 @@ void equal(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, i
 
 }  // namespace
 
-void register_sampling(py::module_& module) {
+inline void register_sampling(py::module_& module) {
   py::class_<SamplingSteps>(module, "SamplingSteps", "Truncations (kind, number, scaled) of a program.")
       .def(py::init(&steps_of), py::arg("steps"));
   module.attr("SAMPLING_COLUMNS") = sampling_rows_columns();

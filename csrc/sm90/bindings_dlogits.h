@@ -1,4 +1,7 @@
 // The gradient of the logits, of vocabshard._C: pointers come as integers, 0 for none; strides in elements.
+// Compiled with bindings_backward.cpp.
+#pragma once
+
 #include "sm90/bindings_device.h"
 #include "sm90/dlogits.h"
 
@@ -6,7 +9,7 @@ namespace vocabshard::sm90 {
 
 namespace py = pybind11;
 
-void register_dlogits(py::module_& module) {
+inline void register_dlogits(py::module_& module) {
   module.attr("SM90_DLOGITS_ROW_BYTES") = sizeof(DlogitsRow);
   module.def(
       "sm90_row_grads",
