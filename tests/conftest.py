@@ -1,6 +1,9 @@
 """Skips for hardware that isn't there, decided in one place, and `--require` that turns them into failures."""
 
+import contextlib
+import functools
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +54,45 @@ def pytest_configure(config: pytest.Config) -> None:
     if unknown := required - set(MISSING):
         raise pytest.UsageError(f"--require takes {', '.join(MISSING)}; got {', '.join(sorted(unknown))}")
     config.stash[REQUIRED] = required
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        with contextlib.suppress(
+            ImportError, AttributeError
+        ):  # no triton, or one with other insides: it only takes longer
+            quicken_interpreter()
+
+
+def quicken_interpreter() -> None:
+    """Triton's interpreter spends a third of its time on what it has done or found before.
+
+    Whenever a kernel calls a function it patches the language that the function sees, through the kernel's own module
+    most often: once a launch is enough. And for every value it builds the table of numpy's types.
+    """
+    from triton.language import pointer_type
+    from triton.runtime import interpreter
+
+    patch, nothing, launch = interpreter._patch_lang, interpreter._LangPatchScope, interpreter.GridExecutor.__call__
+    numpy_type = interpreter._get_np_dtype
+    of_scalar = functools.cache(numpy_type)
+    patched: set[int] = set()
+
+    def patch_once(fn: Any) -> Any:
+        if id(fn.__globals__) in patched:
+            return nothing()
+        patched.add(id(fn.__globals__))
+        return patch(fn)
+
+    def launch_and_forget(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            launch(self, *args, **options)
+        finally:
+            patched.clear()
+
+    def numpy_type_of(kind: Any) -> Any:
+        scalar = kind.scalar
+        return numpy_type(scalar) if isinstance(scalar, pointer_type) else of_scalar(scalar)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_and_forget
+    interpreter._get_np_dtype = numpy_type_of
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

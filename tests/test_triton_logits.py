@@ -143,8 +143,13 @@ def test_gradients_equal_the_cpu(dtype: torch.dtype, entropy: bool) -> None:
             zeroed = [torch.where(nan, 0.0, x[i]) for x in (got, want)]
             assert_same_bytes(*zeroed, names[i] if i < len(names) else f"row {i}")
         assert (got[:, 70:] == 0).all() and (got[len(names) + 5 : len(names) + 8] == 0).all()
-    in_place = gradients_of(triton_logits, *arguments, out=logits.to(DEVICE).clone())
-    assert torch.equal(in_place.nan_to_num(1e9), got.nan_to_num(1e9))
+
+    def few(x):
+        return None if x is None else x[::4].contiguous()
+
+    some = (few(logits), few(target), few(scale), problem, SavedRows(*map(few, saved)), RowGrads(*map(few, grads)))
+    in_place = gradients_of(triton_logits, *some, out=some[0].to(DEVICE).clone())
+    assert torch.equal(in_place.nan_to_num(1e9), few(got).nan_to_num(1e9))
 
 
 def test_gradients_of_rows_add_up() -> None:
