@@ -31,7 +31,7 @@ def check(summary: dict, steps: list[dict], count: int) -> None:
 
 def test_fifty_steps(tmp_path: Path) -> None:
     small = ("--groups", "2", "--samples", "4", "--response", "6")
-    check(*run(tmp_path, "--steps", "50", "--trainer-tp", "4", "--rollout-tp", "1", *small), 50)
+    check(*run(tmp_path, "--steps", "50", "--trainer-tp", "2", "--rollout-tp", "1", *small), 50)
 
 
 @pytest.mark.needs("sm90")
