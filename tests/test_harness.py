@@ -12,7 +12,7 @@ from vocabshard.launching import run
 pytest_plugins = "pytester"
 
 TESTS = Path(__file__).parent
-PLAIN = ["-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # the second takes a second to load
+PLAIN = ["-q", "-p", "no:cacheprovider"]
 Run = Callable[..., tuple[int, str]]
 
 
@@ -20,11 +20,12 @@ Run = Callable[..., tuple[int, str]]
 def one_process(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs pytest, without a GPU, on a test file's text; its exit code and output. In this process."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     shutil.copy(TESTS / "conftest.py", pytester.path)
 
     def run_it(body: str, *options: str) -> tuple[int, str]:
         pytester.makepyfile(test_it=body)
-        done = pytester.runpytest_inprocess(*PLAIN, "-p", "no:xdist", "-p", "no:timeout", "-rs", *options)
+        done = pytester.runpytest_inprocess(*PLAIN, "-rs", *options)
         return int(done.ret), f"{done.stdout}\n{done.stderr}"
 
     return run_it
@@ -38,8 +39,11 @@ def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     shutil.copy(TESTS / "conftest.py", tmp_path)
     shutil.copy(TESTS / "multigpu" / "conftest.py", tmp_path / "ranks")
     monkeypatch.chdir(tmp_path / "ranks")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("MULTIGPU_TIMEOUT", "5")
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("MULTIGPU_TIMEOUT", "5")):
+        monkeypatch.setenv(name, value)
+    # what ranks need not load
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def run_it(count: int, body: str) -> tuple[int, str]:
         (tmp_path / "ranks" / "test_it.py").write_text(body)
