@@ -85,6 +85,9 @@ void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream
   call.softcap = softcap;
   call.logits = pointer<float>(workspace + space.logits), call.logits_row = space.logits_row;
   call.records = pointer<int64_t>(workspace + space.uncut);
+  void* const of_stream = space.streams ? pointer<void>(workspace + space.stream) : nullptr;
+  const bool maxima = space.streams && call.columns <= kStreamedColumns && gives_maxima(call, multiprocessor_count());
+  if (maxima) call.maxima = sampling_stream_maxima(of_stream, call.rows);
   launch_forward(call, as_stream(stream));
 
   SamplingRows rows = {};
@@ -96,8 +99,7 @@ void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream
   rows.draw = true, rows.seed = seed, rows.row_keys = pointer<int64_t>(row_keys), rows.drawn = pointer<int64_t>(drawn);
   rows.records_there = steps.count == 0;
   rows.records = rows.records_there ? call.records : pointer<int64_t>(workspace + space.records);
-  launch_sampling({rows, call.records, space.streams ? pointer<void>(workspace + space.stream) : nullptr},
-                  as_stream(stream));
+  launch_sampling({rows, call.records, of_stream, maxima}, as_stream(stream));
 
   FoldCall last = {};
   last.records = rows.records, last.ranks = 1, last.rows = call.rows, last.fold = fold;

@@ -150,11 +150,11 @@ VS_DEVICE void softcap_all(Accumulator<kMBlocks, kGroups>& acc, float cap) {
   }
 }
 
-// Before temperature; -inf in padding. `columns` is what exists from the tile's first column on. Eight lanes exchange
-// what they own of two rows, so that a store writes whole lines: 32 columns of each of four rows.
+// Before temperature. `columns` is what exists from the tile's first column on. Eight lanes exchange what they own of
+// two rows, so that a store writes whole lines: 32 columns of each of four rows.
 template <int kMBlocks, int kGroups>
 VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, int32_t first_row,
-                            int64_t first_column, int32_t columns, int32_t valid, int warp, int lane) {
+                            int64_t first_column, int32_t columns, int warp, int lane) {
   const bool aligned = work.logits_stride % 4 == 0 && reinterpret_cast<uintptr_t>(work.logits) % 16 == 0;
   const int32_t own_column = lane % 8 * 4;
 #pragma unroll
@@ -176,15 +176,32 @@ VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& 
         if (row + b % 2 >= work.rows) continue;
         const int32_t column = kGroupColumns * a + 32 * (b / 2) + own_column;
         float* to = out + b % 2 * work.logits_stride + column;
-        if (aligned && column + 4 <= valid) {
+        if (aligned && column + 4 <= columns) {
           *reinterpret_cast<float4*>(to) = make_float4(x[4 * b], x[4 * b + 1], x[4 * b + 2], x[4 * b + 3]);
         } else {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if (column + j < columns) to[j] = column + j < valid ? x[4 * b + j] : neg_inf();
-          }
+          for (int j = 0; j < 4; ++j)
+            if (column + j < columns) to[j] = x[4 * b + j];
         }
       }
+    }
+  }
+}
+
+// Each lane's largest of every group; padding is -inf.
+template <int kMBlocks, int kGroups>
+VS_DEVICE void store_maxima(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, int32_t first_row,
+                            int64_t first_column, int32_t valid, int warp, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2 * kMBlocks; ++r) {
+    const int32_t row = first_row + row_of(r, warp, lane), column = lane % 4 * kTile;
+    float* const to = work.maxima.at + row * work.maxima.row_stride + (first_column + column) / kTile;
+#pragma unroll
+    for (int a = 0; a < kGroups; ++a) {
+      float most = acc.at(r, a, 0);
+#pragma unroll
+      for (int j = 1; j < kTile; ++j) most = fmaxf(most, acc.at(r, a, j));
+      if (row < work.rows && kGroupColumns * a + column < valid) to[kGroupColumns / kTile * a] = most;
     }
   }
 }

@@ -64,6 +64,7 @@ RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   work.cut = call.cut == nullptr ? nullptr : call.cut + first;
   work.logits = call.logits == nullptr ? nullptr : call.logits + first * call.logits_row;
   work.logits_stride = call.logits_row;
+  work.maxima = {from(call.maxima.at, first * call.maxima.row_stride), call.maxima.row_stride};
   work.kept = call.kept;
   work.kept.rows = static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(call.kept.rows - first, rows)));
   if (work.kept.rows == 0) {
@@ -202,6 +203,10 @@ ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
   return plan;
 }
 
+bool gives_maxima(const ForwardCall& call, int32_t multiprocessors) {
+  return call.rows > 0 && call.columns > 0 && plan_forward(call, multiprocessors).path == kRows64;
+}
+
 bool draws_beside(const ForwardCall& call, int32_t multiprocessors) {
   const bool some = call.rows > 0 && call.rows <= 64 && call.columns > 0 && !call.entropy;
   return some && call.vocab_start % 4 == 0 && plan_forward(call, multiprocessors).path == kRows64;
@@ -225,6 +230,8 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   const ForwardPlan plan = plan_forward(call, multiprocessors);
   require(call.kept.rows == 0 || plan.path == kRows128 || plan.path == kRows64,
           "logits are kept by the tensor-core kernels that read by TMA alone");
+  require(call.maxima.at == nullptr || (call.logits != nullptr && plan.path == kRows64),
+          "maxima of tiles come beside the logits of few rows, read by TMA");
   require(call.kept.rows == 0 || (call.kept.codes_row % 8 == 0 && call.kept.codes_row >= call.kept.groups * 64 &&
                                   reinterpret_cast<uintptr_t>(call.kept.codes) % 16 == 0),
           "what is kept must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");

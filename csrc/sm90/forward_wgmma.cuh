@@ -85,7 +85,10 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
     leave_out_padding(acc, valid, q);
     long_lists = collect(acc, p, tile.w, first_row, first_column, valid, warp, lane);
   } else if (work.logits != nullptr) {
-    store_logits(acc, work, first_row, first_column, columns, valid, warp, lane);
+    leave_out_padding(acc, valid, q);
+    store_logits(acc, work, first_row, first_column, columns, warp, lane);
+    if (kMBlocks == 1 && work.maxima.at != nullptr)
+      store_maxima(acc, work, first_row, first_column, valid, warp, lane);
   }
   if constexpr (kDraw) {
     draw_tile(acc, work, p.draw.seed, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), first_row, first_column,

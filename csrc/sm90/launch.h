@@ -57,6 +57,13 @@ struct KeptRows {
   int32_t rows, groups;
 };
 
+// The largest logit, before temperature, of every 16 columns of a row: at [row * row_stride + column / 16]. NaN is
+// none.
+struct TileMaxima {
+  float* at;  // null: not wanted
+  int64_t row_stride;
+};
+
 // The best columns are ranked beside, those of before and these, and those that are better than the target counted.
 struct TopkRows {
   int32_t n;             // 0: nothing of it
@@ -84,13 +91,14 @@ struct ForwardCall {
   bool entropy;
   float* logits;  // [rows, columns] or null
   int64_t logits_row;
-  KeptRows kept;     // by kRows128 and kRows64 alone
-  DrawRows draw;     // by kRows64 alone, without a cut, entropy and target_ids
-  DrawnRows drawn;   // without records
-  TopkRows top;      // by kRows128 alone, without entropy, in one launch
-  int64_t* records;  // [4 or 7, rows], with a draw [6, rows]; null: rows are folded at once, as of a group of one
-  FoldRows fold;     // for then
-  void* workspace;   // forward_workspace bytes, aligned to 256
+  TileMaxima maxima;  // beside logits, where gives_maxima
+  KeptRows kept;      // by kRows128 and kRows64 alone
+  DrawRows draw;      // by kRows64 alone, without a cut, entropy and target_ids
+  DrawnRows drawn;    // without records
+  TopkRows top;       // by kRows128 alone, without entropy, in one launch
+  int64_t* records;   // [4 or 7, rows], with a draw [6, rows]; null: rows are folded at once, as of a group of one
+  FoldRows fold;      // for then
+  void* workspace;    // forward_workspace bytes, aligned to 256
   int32_t path;
 };
 
@@ -118,6 +126,8 @@ void launch_fold(const FoldCall& call, cudaStream_t stream);
 // records [ranks, 6, rows] of a draw: the first of the ranks' winners is the target.
 void launch_fold_drawn(const FoldCall& call, const DrawnRows& drawn, cudaStream_t stream);
 
+// Whether a forward that writes logits can give the maxima of their tiles too.
+bool gives_maxima(const ForwardCall& call, int32_t multiprocessors);
 // Whether a forward can draw: by shape, strides, and where this rank's columns begin.
 bool draws_beside(const ForwardCall& call, int32_t multiprocessors);
 

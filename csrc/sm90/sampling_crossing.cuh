@@ -26,6 +26,8 @@ struct Listed {
   const int64_t* places;
   int32_t count;
 
+  VS_DEVICE bool few() const { return count <= kFewPlaces; }
+
   template <class Take>
   VS_DEVICE void each(const Take& take) const {
     for (int32_t i = threadIdx.x; i < count; i += kCrossingThreads) take(places[i]);
@@ -34,6 +36,8 @@ struct Listed {
 
 struct WholeRow {
   Columns columns;
+
+  VS_DEVICE bool few() const { return false; }
 
   template <class Take>
   VS_DEVICE void each(const Take& take) const {
@@ -63,12 +67,16 @@ __device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, c
                                       int64_t low, int64_t high, int64_t& found) {
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (wanted < 1) return false;
-  while (true) {
+  __syncthreads();
+  if (threadIdx.x == 0) s.few_count = 0, s.count = kFewPlaces + 1, s.answer = kKeepAll;
+  __syncthreads();
+  while (!source.few() && s.count > kFewPlaces) {
+    __syncthreads();
     const uint64_t width = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
     const int shift = max(0, 64 - kCrossingBits - __clzll(static_cast<int64_t>(width)));
     for (int i = threadIdx.x; i < kCrossingBins; i += kCrossingThreads)
       *reinterpret_cast<uint4*>(&s.bins[i]) = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) s.bin = -1, s.few_count = 0;
+    if (threadIdx.x == 0) s.bin = -1;
     __syncthreads();
     source.each([&](int64_t place) {
       if (place < low || place > high) return;
@@ -102,8 +110,6 @@ __device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, c
     high -= static_cast<int64_t>(static_cast<uint64_t>(s.bin) << shift);
     if (static_cast<uint64_t>(high) - static_cast<uint64_t>(low) >> shift != 0)
       low = high - static_cast<int64_t>((uint64_t{1} << shift) - 1);
-    if (s.count <= kFewPlaces) break;
-    __syncthreads();
   }
   source.each([&](int64_t place) {
     if (place < low || place > high) return;
@@ -121,7 +127,7 @@ __device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, c
   }
   __syncthreads();
   found = s.answer;
-  return true;
+  return found != kKeepAll;
 }
 
 // The cut at a place: equals behind it are left out if `split`.

@@ -39,6 +39,7 @@ void launch_grid(void (*kernel)(SamplingStream, Given...), int64_t blocks, int t
 
 void launch_bracket(const SamplingStream& call, cudaStream_t stream);
 void launch_collect(const SamplingStream& call, cudaStream_t stream);
+void launch_maxima(const SamplingStream& call, cudaStream_t stream);
 void launch_list(const SamplingStream& call, cudaStream_t stream);
 
 }  // namespace vocabshard::sm90::sampling

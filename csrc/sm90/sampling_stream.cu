@@ -28,6 +28,10 @@ Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots) {
 
 int64_t sampling_stream_row_bytes() { return sampling::kRowBytes; }
 
+TileMaxima sampling_stream_maxima(void* workspace, int64_t rows) {
+  return {sampling::Workspace(workspace, rows).maxima(0), 2 * sampling::kListed};
+}
+
 bool streams_rows(const SamplingRows& call) {
   const bool vectors = reinterpret_cast<uintptr_t>(call.logits) % 16 == 0 && call.row_stride % 4 == 0;
   if (!call.whole || !vectors || call.vocab_start % 4 != 0 || call.given_cut != nullptr || call.best_count > 0 ||
@@ -54,6 +58,7 @@ void launch_sampling_stream(const SamplingStream& call, cudaStream_t stream) {
     sampling::launch_bracket(call, stream);
     sampling::launch_collect(call, stream);
   } else {
+    if (!call.maxima_there) sampling::launch_maxima(call, stream);
     sampling::launch_list(call, stream);
   }
 }

@@ -32,13 +32,16 @@ struct alignas(16) PartOfRow {
 struct Workspace {
   Head* heads;          // [rows]
   PartOfRow* parts;     // [rows, kMostParts]
-  int64_t* candidates;  // [rows, kListed]: bits of z, and the column below
+  int64_t* candidates;  // [rows, kListed]: bits of z, and the column below; or maxima
 
   __host__ __device__ Workspace(void* memory, int64_t rows)
       : heads(static_cast<Head*>(memory)),
         parts(reinterpret_cast<PartOfRow*>(heads + rows)),
         candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)) {}
+
+  __host__ __device__ float* maxima(int64_t row) const { return reinterpret_cast<float*>(candidates + row * kListed); }
 };
+static_assert(sizeof(float) * (kStreamedColumns / kTile) <= sizeof(int64_t) * kListed);
 constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed;
 static_assert(kRowBytes % 128 == 0);
 

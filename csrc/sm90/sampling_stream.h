@@ -3,6 +3,7 @@
 // the other. The bytes are those of launch_sampling_rows.
 #pragma once
 
+#include "sm90/launch.h"
 #include "sm90/sampling_launch.h"
 
 namespace vocabshard::sm90 {
@@ -15,7 +16,11 @@ struct SamplingStream {
   SamplingRows rows;     // whole ones; cut, records, and drawn where it draws, are there
   const int64_t* uncut;  // [4, rows]: records of all columns, of any target
   void* workspace;       // sampling_stream_row_bytes() for each row, aligned to 128
+  bool maxima_there;     // those of sampling_stream_maxima
 };
+
+// Where in a workspace the logits' maxima by tiles are looked for; a launch makes them where they are not there.
+TileMaxima sampling_stream_maxima(void* workspace, int64_t rows);
 
 // Whether these rows can be taken: columns that vectors can read, one top_p, or a top_k before any top_p, and min_p.
 bool streams_rows(const SamplingRows& call);
