@@ -188,20 +188,22 @@ VS_DEVICE void store_logits(Accumulator<kMBlocks, kGroups>& acc, const RowWork& 
   }
 }
 
-// Each lane's largest of every group; padding is -inf.
+// The largest of every group; padding is -inf.
 template <int kMBlocks, int kGroups>
 VS_DEVICE void store_maxima(Accumulator<kMBlocks, kGroups>& acc, const RowWork& work, int32_t first_row,
                             int64_t first_column, int32_t valid, int warp, int lane) {
 #pragma unroll
   for (int r = 0; r < 2 * kMBlocks; ++r) {
-    const int32_t row = first_row + row_of(r, warp, lane), column = lane % 4 * kTile;
-    float* const to = work.maxima.at + row * work.maxima.row_stride + (first_column + column) / kTile;
+    const int32_t row = first_row + row_of(r, warp, lane);
+    float* const to = work.maxima.at + row * work.maxima.row_stride + first_column / kGroupColumns;
 #pragma unroll
     for (int a = 0; a < kGroups; ++a) {
       float most = acc.at(r, a, 0);
 #pragma unroll
       for (int j = 1; j < kTile; ++j) most = fmaxf(most, acc.at(r, a, j));
-      if (row < work.rows && kGroupColumns * a + column < valid) to[kGroupColumns / kTile * a] = most;
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      if (lane % 4 == 0 && row < work.rows && kGroupColumns * a < valid) to[a] = most;
     }
   }
 }

@@ -231,7 +231,7 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   require(call.kept.rows == 0 || plan.path == kRows128 || plan.path == kRows64,
           "logits are kept by the tensor-core kernels that read by TMA alone");
   require(call.maxima.at == nullptr || (call.logits != nullptr && plan.path == kRows64),
-          "maxima of tiles come beside the logits of few rows, read by TMA");
+          "maxima of groups come beside the logits of few rows, read by TMA");
   require(call.kept.rows == 0 || (call.kept.codes_row % 8 == 0 && call.kept.codes_row >= call.kept.groups * 64 &&
                                   reinterpret_cast<uintptr_t>(call.kept.codes) % 16 == 0),
           "what is kept must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");

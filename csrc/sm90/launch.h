@@ -57,9 +57,9 @@ struct KeptRows {
   int32_t rows, groups;
 };
 
-// The largest logit, before temperature, of every 16 columns of a row: at [row * row_stride + column / 16]. NaN is
+// The largest logit, before temperature, of every group of 64 columns: at [row * row_stride + column / 64]. NaN is
 // none.
-struct TileMaxima {
+struct GroupMaxima {
   float* at;  // null: not wanted
   int64_t row_stride;
 };
@@ -91,7 +91,7 @@ struct ForwardCall {
   bool entropy;
   float* logits;  // [rows, columns] or null
   int64_t logits_row;
-  TileMaxima maxima;  // beside logits, where gives_maxima
+  GroupMaxima maxima;  // beside logits, where gives_maxima
   KeptRows kept;      // by kRows128 and kRows64 alone
   DrawRows draw;      // by kRows64 alone, without a cut, entropy and target_ids
   DrawnRows drawn;    // without records
@@ -126,7 +126,7 @@ void launch_fold(const FoldCall& call, cudaStream_t stream);
 // records [ranks, 6, rows] of a draw: the first of the ranks' winners is the target.
 void launch_fold_drawn(const FoldCall& call, const DrawnRows& drawn, cudaStream_t stream);
 
-// Whether a forward that writes logits can give the maxima of their tiles too.
+// Whether a forward that writes logits can give the maxima of its groups too.
 bool gives_maxima(const ForwardCall& call, int32_t multiprocessors);
 // Whether a forward can draw: by shape, strides, and where this rank's columns begin.
 bool draws_beside(const ForwardCall& call, int32_t multiprocessors);

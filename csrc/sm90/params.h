@@ -32,7 +32,7 @@ struct RowWork {
   bool scaled;
   float* logits;          // [rows, columns] or null
   int64_t logits_stride;  // elements a row
-  TileMaxima maxima;      // beside logits
+  GroupMaxima maxima;     // beside logits
   KeptRows kept;          // of these rows
 };
 

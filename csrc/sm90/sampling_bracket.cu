@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   const int32_t k_max = exp_k(clamp_logit(y_max));
-  const Columns columns(p, n);
+  const Columns columns = columns_of(p, n);
   const int32_t strata = (columns.valid + 8 * stride - 1) / (8 * stride), pieces = 2 * strata;
   float best = neg_inf();
   int32_t best_at = 0;

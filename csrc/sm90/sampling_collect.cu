@@ -9,7 +9,9 @@ namespace vocabshard::sm90::sampling {
 
 namespace {
 
-constexpr int kThreads = kCollectThreads, kWarps = kThreads / 32;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kPieces = 4;  // float4s that a thread loads at once
+constexpr int kCollectBytes = 8 * kListed;
 constexpr int kBatch = 32 * kPieces;  // columns of a thread whose masses fit into 32 bits
 constexpr int kHighBits = 18;         // of a mass, below its high part
 constexpr float kHigh = 0x1p+41f;     // one unit in its last place is 2^kHighBits
@@ -24,7 +26,7 @@ template <bool kDraw>
 __global__ void __launch_bounds__(kThreads, 1)
     collect_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t parts) {
   extern __shared__ __align__(128) int64_t list[];
-  __shared__ CrossingShared s;
+  __shared__ CrossingShared<kThreads> s;
   const SamplingRows& p = call.rows;
   const int64_t n = blockIdx.x / parts;
   const int32_t part = static_cast<int32_t>(blockIdx.x % parts);
@@ -35,12 +37,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::grid_wait();
   ptx::grid_launch_next();
   const Words<2> nobody = {{kNoArrival, kNobody}};
+  const Row row = row_of(p, n);
   if (!head.usable) {
-    if (part == 0 && threadIdx.x == 0) put_row(call, n, false, kKeepAll, nobody, 0.0f, nullptr);
+    if (part == 0 && threadIdx.x == 0) put_row(call, row, false, kKeepAll, nobody, 0.0f, nullptr);
     return;
   }
-  const Columns columns(p, n);
-  const float scale = scale_of(p, n), low = head.low, high = head.high;
+  const Columns columns = row.columns;
+  const float scale = row.scale, low = head.low, high = head.high;
   const int32_t k_max = head.k_max;
   const int32_t begin = part * part_columns, end = min(columns.valid, begin + part_columns);
 
@@ -51,7 +54,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int32_t R = 12582912 - static_cast<int32_t>(term.magic);
   const float to_mass = from_bits(static_cast<uint32_t>(127 + R - k_max + kMassBits) << 23);
   float bound = kDraw ? bound_of(head, term) : 0.0f;
-  const int64_t row_key = kDraw ? p.row_keys[n] : 0;
   const uint32_t lane = threadIdx.x % 32;
   for (int32_t batch = begin; batch < end; batch += kThreads * kBatch) {
     Mass all = {0, 0}, better = {0, 0};
@@ -97,12 +99,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         s_of[i] = add(add(e[0], e[1]), add(e[2], e[3]));
         sure |= over;
         if (kDraw && over != 0)
-          early |= early_of_four(e, columns.vocab_start + base + 4 * kThreads * i, p.seed, row_key, bound) << (4 * i);
+          early |= early_of_four(e, columns.vocab_start + base + 4 * kThreads * i, p.seed, row.key, bound) << (4 * i);
       }
-      if (which != 0) append(s.count, list, columns, base, which);
+      if (which != 0) append<kThreads>(s.count, list, columns, base, which);
       if (kDraw && early != 0)
         look_at_early(
-            columns, term, base, 4 * kThreads, early, p.seed, row_key,
+            columns, term, base, 4 * kThreads, early, p.seed, row.key,
             [&](float z, int32_t column) { return column < end && mul(z, scale) > high; }, bound, race.first);
       if (__any_sync(kAllLanes, sure != 0)) {
         // a tile with a candidate waits for the cut
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!s.last) return;
   __threadfence();
 
-  finish_row<true>(call, n, {head.y_max, low, high, k_max}, __ldcg(&head.listed), listed, list, parts, s);
+  finish_row<true>(call, row, {head.y_max, low, high, k_max}, __ldcg(&head.listed), listed, list, parts, s);
 }
 
 }  // namespace

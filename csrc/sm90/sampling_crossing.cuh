@@ -6,15 +6,14 @@
 
 namespace vocabshard::sm90::sampling {
 
-constexpr int kCrossingThreads = kCollectThreads, kCrossingWarps = kCrossingThreads / 32;
 constexpr int kCrossingBits = 10, kCrossingBins = 1 << kCrossingBits;
 constexpr int kFewPlaces = 128;  // that are compared with each other
-static_assert(kCrossingBins == 2 * kCrossingThreads);
 
+template <int kThreads>
 struct CrossingShared {
   Bin bins[kCrossingBins];
   int64_t few[kFewPlaces], few_mass[kFewPlaces];
-  int64_t words[kCrossingWarps][kLimbs];
+  int64_t words[kThreads / 32][kLimbs];
   int64_t above, answer;
   int32_t bin;
   uint32_t count, few_count;
@@ -22,6 +21,7 @@ struct CrossingShared {
   bool last;
 };
 
+template <int kThreads>
 struct Listed {
   const int64_t* places;
   int32_t count;
@@ -30,10 +30,11 @@ struct Listed {
 
   template <class Take>
   VS_DEVICE void each(const Take& take) const {
-    for (int32_t i = threadIdx.x; i < count; i += kCrossingThreads) take(places[i]);
+    for (int32_t i = threadIdx.x; i < count; i += kThreads) take(places[i]);
   }
 };
 
+template <int kThreads>
 struct WholeRow {
   Columns columns;
 
@@ -41,7 +42,7 @@ struct WholeRow {
 
   template <class Take>
   VS_DEVICE void each(const Take& take) const {
-    for (int32_t at = 4 * threadIdx.x; at < columns.valid; at += 4 * kCrossingThreads) {
+    for (int32_t at = 4 * threadIdx.x; at < columns.valid; at += 4 * kThreads) {
       const float4 v = columns.four(at);
       const float z[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -62,9 +63,11 @@ struct Weigh {
 };
 
 // Whether `wanted` is reached among the places in [low, high]; `found`: the place at which it is.
-template <class Source>
-__device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, const Weigh& weigh, int64_t wanted,
-                                      int64_t low, int64_t high, int64_t& found) {
+template <int kThreads, class Source>
+__device__ __noinline__ bool crossing(const Source& source, CrossingShared<kThreads>& s, const Weigh& weigh,
+                                      int64_t wanted, int64_t low, int64_t high, int64_t& found) {
+  constexpr int kBinsOfThread = kCrossingBins / kThreads;
+  static_assert(kThreads >= kFewPlaces);
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (wanted < 1) return false;
   __syncthreads();
@@ -74,7 +77,7 @@ __device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, c
     __syncthreads();
     const uint64_t width = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
     const int shift = max(0, 64 - kCrossingBits - __clzll(static_cast<int64_t>(width)));
-    for (int i = threadIdx.x; i < kCrossingBins; i += kCrossingThreads)
+    for (int i = threadIdx.x; i < kCrossingBins; i += kThreads)
       *reinterpret_cast<uint4*>(&s.bins[i]) = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) s.bin = -1;
     __syncthreads();
@@ -84,10 +87,12 @@ __device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, c
       add_to(s.bins[depth >> shift], 1, weigh.by_mass, weigh.by_mass ? weigh(place) : 0);
     });
     __syncthreads();
-    const Bin &first = s.bins[2 * threadIdx.x], &second = s.bins[2 * threadIdx.x + 1];
-    const int64_t a = weigh.by_mass ? whole_mass(first) : first.count;
-    const int64_t b = weigh.by_mass ? whole_mass(second) : second.count;
-    int64_t up_to = a + b;
+    const Bin* const own = s.bins + kBinsOfThread * threadIdx.x;
+    const auto weight = [&](int i) { return weigh.by_mass ? whole_mass(own[i]) : own[i].count; };
+    int64_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kBinsOfThread; ++i) all += weight(i);
+    int64_t up_to = all;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int64_t other = __shfl_up_sync(kAllLanes, up_to, step);
@@ -96,13 +101,14 @@ __device__ __noinline__ bool crossing(const Source& source, CrossingShared& s, c
     if (lane == 31) s.words[warp][0] = up_to;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < kCrossingWarps; ++w) up_to += w < warp ? s.words[w][0] : 0;
-    const int64_t before = up_to - a - b;
+    for (int w = 0; w < kThreads / 32; ++w) up_to += w < warp ? s.words[w][0] : 0;
+    int64_t before = up_to - all;
     if (before < wanted && wanted <= up_to) {
-      const bool in_first = wanted <= before + a;
-      s.bin = 2 * threadIdx.x + !in_first;
-      s.above = in_first ? before : before + a;
-      s.count = in_first ? first.count : second.count;
+      int i = 0;
+      while (before + weight(i) < wanted) before += weight(i++);
+      s.bin = kBinsOfThread * threadIdx.x + i;
+      s.above = before;
+      s.count = own[i].count;
     }
     __syncthreads();
     if (s.bin < 0) return false;
@@ -139,9 +145,11 @@ VS_DEVICE int64_t cut_at(const Source& source, int64_t place, bool split) {
 }
 
 // The row's cut, of a source that holds all columns the steps may keep, between two orders. False: it does not.
-template <class Source>
-__device__ __noinline__ bool find_cut(const Source& source, CrossingShared& s, const SamplingRows& p, float scale,
-                                      float y_max, int32_t k_max, int32_t lowest, int32_t highest, int64_t& cut) {
+template <int kThreads, class Source>
+__device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThreads>& s, const SamplingRows& p,
+                                      const Row& row, float y_max, int32_t lowest, int32_t highest, int64_t& cut) {
+  const float scale = row.scale;
+  const int32_t k_max = exp_k(clamp_logit(y_max));
   cut = kKeepAll;
   for (int k = 0; k < p.steps; ++k) {
     const SamplingStep& step = p.step[k];
@@ -155,15 +163,15 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared& s, c
         const auto other = static_cast<int32_t>(place >> 32);
         if (mul(logit_of(other), scale) >= threshold) order.x[0] = min(order.x[0], static_cast<int64_t>(other));
       });
-      next = over_block<kCrossingWarps>(s.words, order, Smaller()).x[0] * (int64_t{1} << 32);
+      next = over_block<kThreads / 32>(s.words, order, Smaller()).x[0] * (int64_t{1} << 32);
     } else {
       const bool by_mass = step.kind == kTopP;
       const Weigh weigh = {by_mass, scale, k_max};
-      int64_t wanted = min(step.number, p.valid);
+      int64_t wanted = min(step.number, static_cast<int64_t>(row.columns.valid));
       if (by_mass) {
         Words<1> total = {{0}};
         source.each([&](int64_t place) { total.x[0] += place >= cut ? weigh(place) : 0; });
-        wanted = share_of(step.number, over_block<kCrossingWarps>(s.words, total, Sum()).x[0]);
+        wanted = share_of(step.number, over_block<kThreads / 32>(s.words, total, Sum()).x[0]);
       }
       if (!crossing(source, s, weigh, wanted, by_mass ? max(low, cut) : low, high, next)) return false;
       next = cut_at(source, next, by_mass);

@@ -1,5 +1,9 @@
-// Rows of which a top_k keeps few columns (sampling_stream.h): of the maxima of a row's tiles the k-th largest bounds
-// its k-th best column from below, and few tiles have one that reaches it. A CTA a row reads these alone.
+// Rows of which a top_k keeps few columns (sampling_stream.h): of the maxima of a row's groups of columns the k-th
+// largest bounds its k-th best column from below, and few groups have one that reaches it. A CTA a row reads these
+// alone.
+//
+// What takes time here is that nobody has fetched this code before. So it runs once on a made-up row while the forward
+// still runs: a CTA fits beside one of the forward for few rows (merge.cu).
 #include <cfloat>
 
 #include "sm90/launch.h"
@@ -10,29 +14,69 @@ namespace vocabshard::sm90::sampling {
 
 namespace {
 
-constexpr int kThreads = kCollectThreads, kWarps = kThreads / 32;
-constexpr int kDepths = 2048, kDepthShift = 16;  // bins of depth d = y_max - y, by the bits of d + 1: 128 an octave
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kDepths = 1024, kDepthShift = 17;  // bins of depth d = y_max - y, by the bits of d + 1: 64 an octave
 constexpr int kDepthsOfThread = kDepths / kThreads;
-constexpr int kMaximaThreads = 256;
-constexpr int kPiecesAtOnce = 5;  // float4s of maxima
-constexpr int kMostTiles = sizeof(CrossingShared::bins) / sizeof(int32_t);
-static_assert(kDepths <= kMostTiles && kStreamedK <= kThreads);
+constexpr int kAtOnce = 5;                                                       // float4s of maxima
+constexpr uint32_t kMostGroups = sizeof(Bin) * kCrossingBins / sizeof(int32_t);  // in the bins' memory
+static_assert(kDepths <= kMostGroups);
+
+using Shared = CrossingShared<kThreads>;
 
 VS_DEVICE int32_t bin_of(float depth) {
   return min(static_cast<int32_t>((bits(add(fmaxf(depth, 0.0f), 1.0f)) - 0x3f800000u) >> kDepthShift), kDepths - 1);
 }
 
-// A y that `wanted` of the values reach which each(take) gives; -FLT_MAX where they are fewer, or none is near.
-template <class Each>
-VS_DEVICE float reached_by(const Each& each, float scale, float y_max, int32_t wanted, CrossingShared& s) {
+// Maxima of groups; -inf past the last.
+struct Maxima {
+  const float* at;  // aligned to 16
+  int32_t groups;
+
+  VS_DEVICE float4 four(int32_t group) const {
+    if (group + 4 <= groups) return *reinterpret_cast<const float4*>(at + group);
+    float4 v = make_float4(neg_inf(), neg_inf(), neg_inf(), neg_inf());
+    if (group < groups) v.x = at[group];
+    if (group + 1 < groups) v.y = at[group + 1];
+    if (group + 2 < groups) v.z = at[group + 2];
+    return v;
+  }
+
+  // take(maximum, group), by all threads
+  template <class Take>
+  VS_DEVICE void each(const Take& take) const {
+#pragma unroll 1
+    for (int32_t from = 4 * static_cast<int32_t>(threadIdx.x); from < groups; from += 4 * kAtOnce * kThreads) {
+      float4 v[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) v[i] = four(from + 4 * kThreads * i);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) take(z[j], from + 4 * kThreads * i + j);
+      }
+    }
+  }
+};
+
+// A y that `wanted` groups reach, or, unless `exact`, the best groups of as many threads; -FLT_MAX where they are
+// fewer, or none is near.
+VS_DEVICE float bound_of_maxima(const Maxima& maxima, float scale, float y_max, int32_t wanted, bool exact, Shared& s) {
   auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();
   for (int i = threadIdx.x; i < kDepths; i += kThreads) bins[i] = 0;
   if (threadIdx.x == 0) s.bin = kDepths - 1;
   __syncthreads();
-  each([&](float z) {
+  const auto count = [&](float z) {
     if (!is_neg_inf(z)) atomicAdd(&bins[bin_of(add(y_max, -mul(z, scale)))], 1u);
+  };
+  float best = neg_inf();
+  maxima.each([&](float z, int32_t) {
+    if (exact) count(z);
+    best = fmaxf(best, z);
   });
+  if (!exact) count(best);
   __syncthreads();
   int32_t mine = 0;
 #pragma unroll
@@ -52,100 +96,81 @@ VS_DEVICE float reached_by(const Each& each, float scale, float y_max, int32_t w
     s.bin = bin;
   }
   __syncthreads();
-  const int32_t bin = s.bin;
-  __syncthreads();
-  if (bin == kDepths - 1) return -FLT_MAX;
-  const float depth = add(from_bits(0x3f800000u + (static_cast<uint32_t>(bin + 1) << kDepthShift)), -1.0f);
+  if (s.bin == kDepths - 1) return -FLT_MAX;
+  const float depth = add(from_bits(0x3f800000u + (static_cast<uint32_t>(s.bin + 1) << kDepthShift)), -1.0f);
   return add(add(y_max, -depth), -mul(add(fabsf(y_max), depth), 0x1p-21f));
 }
 
-// Maxima of tiles, four at a time; -inf past the last.
-struct Maxima {
-  const float* at;  // aligned to 16
-  int32_t tiles;
-
-  VS_DEVICE float4 four(int32_t tile) const {
-    if (tile + 4 <= tiles) return *reinterpret_cast<const float4*>(at + tile);
-    float4 v = make_float4(neg_inf(), neg_inf(), neg_inf(), neg_inf());
-    if (tile < tiles) v.x = at[tile];
-    if (tile + 1 < tiles) v.y = at[tile + 1];
-    if (tile + 2 < tiles) v.z = at[tile + 2];
-    return v;
+// y_max finite, of `row`. Returns the lowest y of the candidates, which are appended to `list`; s.count of them.
+VS_DEVICE float list_best(const Row& row, const Maxima& maxima, float y_max, int32_t wanted, int64_t* list, Shared& s) {
+  auto* const groups = reinterpret_cast<int32_t*>(s.bins);
+  float low;
+  uint32_t found;
+  bool exact = wanted > kThreads / 2;
+#pragma unroll 1
+  while (true) {
+    low = bound_of_maxima(maxima, row.scale, y_max, wanted, exact, s);
+    if (threadIdx.x == 0) s.few_count = s.count = 0, s.lowest = INT32_MAX, s.highest = INT32_MIN;
+    __syncthreads();
+    maxima.each([&](float z, int32_t group) {
+      if (!(mul(z, row.scale) >= low)) return;
+      const uint32_t to = atomicAdd(&s.few_count, 1u);
+      if (to < kMostGroups) groups[to] = group;
+    });
+    __syncthreads();
+    found = s.few_count;
+    if (exact || found <= 4 * static_cast<uint32_t>(wanted)) break;
+    exact = true;  // many of the best are of few threads
   }
-
-  // take(maximum, tile), by all threads
-  template <class Take>
-  VS_DEVICE void each(const Take& take) const {
-    for (int32_t from = 4 * static_cast<int32_t>(threadIdx.x); from < tiles; from += 4 * kPiecesAtOnce * kThreads) {
-      float4 v[kPiecesAtOnce];
-#pragma unroll
-      for (int i = 0; i < kPiecesAtOnce; ++i) v[i] = four(from + 4 * kThreads * i);
-#pragma unroll
-      for (int i = 0; i < kPiecesAtOnce; ++i) {
-        const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) take(z[j], from + 4 * kThreads * i + j);
-      }
-    }
-  }
-};
-
-// Each thread's largest first: the k-th of these is below the k-th of all, and few are left to be sorted into bins.
-VS_DEVICE float bound_of_maxima(const Maxima& maxima, float scale, float y_max, int32_t wanted, CrossingShared& s) {
-  float best = neg_inf();
-  maxima.each([&](float z, int32_t) { best = fmaxf(best, z); });
-  const float first = reached_by([&](const auto& take) { take(best); }, scale, y_max, wanted, s);
-  return reached_by(
-      [&](const auto& take) {
-        if (mul(best, scale) >= first)
-          maxima.each([&](float z, int32_t) {
-            if (mul(z, scale) >= first) take(z);
-          });
-      },
-      scale, y_max, wanted, s);
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-    list_kernel(const __grid_constant__ SamplingStream call, int32_t wanted) {
-  extern __shared__ __align__(128) int64_t list[];
-  __shared__ CrossingShared s;
-  __shared__ uint32_t tile_count;
-  const SamplingRows& p = call.rows;
-  const int64_t n = blockIdx.x;
-  if (threadIdx.x == 0) s.count = 0, s.lowest = INT32_MAX, s.highest = INT32_MIN, tile_count = 0;
-  ptx::grid_wait();
-  ptx::grid_launch_next();
-  const Partial uncut = record_load<false>(call.uncut + n, p.rows);
-  const float scale = scale_of(p, n), y_max = uncut.y_max;
-  if (!in_range(y_max) || is_nan(scale)) {
-    if (threadIdx.x == 0) put_row(call, n, false, kKeepAll, {{kNoArrival, kNobody}}, 0.0f, nullptr);
-    return;
-  }
-  const Columns columns(p, n);
-  const Maxima maxima = {Workspace(call.workspace, p.rows).maxima(n), (columns.valid + kTile - 1) / kTile};
-  const float low = bound_of_maxima(maxima, scale, y_max, wanted, s);
-  auto* const tiles = reinterpret_cast<int32_t*>(s.bins);
-  maxima.each([&](float z, int32_t tile) {
-    if (!(mul(z, scale) >= low)) return;
-    const uint32_t to = atomicAdd(&tile_count, 1u);
-    if (to < kMostTiles) tiles[to] = tile;
-  });
-  __syncthreads();
-  const auto some = static_cast<int32_t>(min(tile_count, static_cast<uint32_t>(kMostTiles)));
-  for (int32_t i = threadIdx.x; i < 4 * some; i += kThreads) {
-    const int32_t base = kTile * tiles[i / 4] + 4 * (i % 4);
-    const float4 v = columns.four(base);
+  const auto pieces = static_cast<int32_t>(16 * min(found, kMostGroups));
+#pragma unroll 2
+  for (int32_t i = threadIdx.x; i < pieces; i += kThreads) {
+    const int32_t base = kMaximaColumns * groups[i / 16] + 4 * (i % 16);
+    const float4 v = row.columns.four(base);
     const float z[4] = {v.x, v.y, v.z, v.w};
     uint32_t which = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) which |= mul(z[j], scale) >= low ? 1u << j : 0;
-    if (which != 0) append(s.count, list, columns, base, which);
+    for (int j = 0; j < 4; ++j) which |= mul(z[j], row.scale) >= low ? 1u << j : 0;
+    if (which != 0) append<kThreads>(s.count, list, row.columns, base, which);
   }
   __syncthreads();
-  const Bounds bounds = {y_max, low, FLT_MAX, exp_k(clamp_logit(y_max))};
-  const uint32_t count = tile_count <= kMostTiles ? s.count : kListed + 1;
-  finish_row<false>(call, n, bounds, count, list, list, 1, s);
+  if (found > kMostGroups && threadIdx.x == 0) s.count = kListed + 1;
+  __syncthreads();
+  return low;
 }
+
+__device__ float made_up[kMaximaColumns];  // columns, all equal, and the maximum of their group
+
+__global__ void __launch_bounds__(kThreads, 6)
+    list_kernel(const __grid_constant__ SamplingStream call, int32_t wanted, bool rehearse) {
+  __shared__ Shared s;
+  const SamplingRows& p = call.rows;
+  const Workspace work(call.workspace, p.rows);
+  const int64_t n = blockIdx.x;
+  int64_t* const list = work.candidates + n * kListed;
+  ptx::grid_launch_next();
+#pragma unroll 1
+  for (int pass = rehearse ? 0 : 1; pass < 2; ++pass) {
+    Row row = {n, {made_up, kMaximaColumns, 0}, 1.0f, 0, false};
+    Maxima maxima = {made_up, 1};
+    float y_max = 0.0f;
+    if (pass == 1) {
+      ptx::grid_wait();
+      row = row_of(p, n);
+      maxima = {work.maxima + n * kRowMaxima, (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns};
+      y_max = record_load<false>(call.uncut + n, p.rows).y_max;
+    }
+    if (!in_range(y_max) || is_nan(row.scale)) {
+      if (threadIdx.x == 0) put_row(call, row, false, kKeepAll, {{kNoArrival, kNobody}}, 0.0f, nullptr);
+      return;
+    }
+    const float low = list_best(row, maxima, y_max, pass == 1 ? wanted : 1, list, s);
+    const Bounds bounds = {y_max, low, FLT_MAX, exp_k(clamp_logit(y_max))};
+    finish_row<false>(call, row, bounds, s.count, list, list, 1, s);
+  }
+}
+
+constexpr int kMaximaThreads = 256, kMaximaPieces = 4;
 
 // Of logits that came without.
 __global__ void __launch_bounds__(kMaximaThreads)
@@ -155,22 +180,22 @@ __global__ void __launch_bounds__(kMaximaThreads)
   const int32_t begin = static_cast<int32_t>(blockIdx.x % parts) * part_columns;
   ptx::grid_wait();
   ptx::grid_launch_next();
-  const Columns columns(p, n);
-  float* const to = Workspace(call.workspace, p.rows).maxima(n);
+  const Columns columns = columns_of(p, n);
+  float* const to = Workspace(call.workspace, p.rows).maxima + n * kRowMaxima;
   const int32_t end = min(columns.valid, begin + part_columns);
-  for (int32_t block = begin; block < end; block += 4 * kPieces * kMaximaThreads) {
-    float most[kPieces];
+  for (int32_t block = begin; block < end; block += 4 * kMaximaPieces * kMaximaThreads) {
+    float most[kMaximaPieces];
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
+    for (int i = 0; i < kMaximaPieces; ++i) {
       const int32_t at = block + 4 * (kMaximaThreads * i + static_cast<int32_t>(threadIdx.x));
       most[i] = largest(columns.four(at < end ? at : columns.valid));
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
+    for (int i = 0; i < kMaximaPieces; ++i) {
       const int32_t at = block + 4 * (kMaximaThreads * i + static_cast<int32_t>(threadIdx.x));
-      most[i] = fmaxf(most[i], __shfl_xor_sync(kAllLanes, most[i], 1));
-      most[i] = fmaxf(most[i], __shfl_xor_sync(kAllLanes, most[i], 2));
-      if (threadIdx.x % 4 == 0 && at < end) to[at / kTile] = most[i];
+#pragma unroll
+      for (int step = 8; step > 0; step /= 2) most[i] = fmaxf(most[i], __shfl_xor_sync(kAllLanes, most[i], step));
+      if (threadIdx.x % 16 == 0 && at < end) to[at / kMaximaColumns] = most[i];
     }
   }
 }
@@ -178,8 +203,8 @@ __global__ void __launch_bounds__(kMaximaThreads)
 }  // namespace
 
 void launch_maxima(const SamplingStream& call, cudaStream_t stream) {
-  const Parts parts =
-      parts_of(call.rows.rows, call.rows.valid, 4 * kPieces * kMaximaThreads, 8 * multiprocessor_count());
+  const int64_t granule = 4 * kMaximaPieces * kMaximaThreads, slots = 8 * multiprocessor_count();
+  const Parts parts = parts_of(call.rows.rows, call.rows.valid, granule, slots);
   launch_grid(maxima_kernel, call.rows.rows * parts.count, kMaximaThreads, 0, stream, call, parts.columns, parts.count);
 }
 
@@ -187,12 +212,14 @@ void launch_list(const SamplingStream& call, cudaStream_t stream) {
   const SamplingStep* step = call.rows.step;
   while (step->kind == kMinP) ++step;
   const auto wanted = static_cast<int32_t>(step->number < call.rows.valid ? step->number : call.rows.valid);
-  static OncePerDevice allowed;
-  allowed([] {
-    check(cudaFuncSetAttribute(list_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCollectBytes),
+  static OncePerDevice once;
+  once([] {  // as the forward has it: an SM that is to be set otherwise must run empty first
+    check(cudaFuncSetAttribute(list_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared),
           "shared memory of the sampling kernel");
   });
-  launch_grid(list_kernel, call.rows.rows, kThreads, kCollectBytes, stream, call, wanted);
+  const bool waits = call.maxima_there && call.rows.rows <= multiprocessor_count();
+  launch_grid(list_kernel, call.rows.rows, kThreads, 0, stream, call, wanted, waits);
 }
 
 }  // namespace vocabshard::sm90::sampling

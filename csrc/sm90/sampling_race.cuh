@@ -106,14 +106,11 @@ VS_DEVICE float tile_of_lane(const float (&s)[4]) {
 
 // This thread's share of all columns under a cut.
 template <bool kDraw>
-VS_DEVICE void race_over(const SamplingStream& call, int64_t n, const Columns& columns, float y_max, int64_t cut,
-                         int32_t warps, Race& race) {
-  const SamplingRows& p = call.rows;
-  const float scale = scale_of(p, n);
-  const Terms term(y_max, scale);
+VS_DEVICE void race_over(const SamplingRows& p, const Row& row, float y_max, int64_t cut, int32_t warps, Race& race) {
+  const Columns& columns = row.columns;
+  const Terms term(y_max, row.scale);
   const float cut_z = fmaxf(cut_logit(cut), -FLT_MAX);  // -inf has no term and does not race
   const int32_t tie = last_equal(cut, columns);
-  const int64_t row_key = kDraw ? p.row_keys[n] : 0;
   float bound = from_bits(0x7f800000u);
   const int32_t lane = threadIdx.x % 32;
   for (int32_t base = 512 * static_cast<int32_t>(threadIdx.x / 32); base < columns.valid; base += 512 * warps) {
@@ -135,11 +132,11 @@ VS_DEVICE void race_over(const SamplingStream& call, int64_t n, const Columns& c
       for (int i = 0; i < 4; ++i) e[i] = term(z[i], z[i] >= cut_z);
       s[j] = add(add(e[0], e[1]), add(e[2], e[3]));
       if (kDraw && largest(v[j]) >= cut_z)
-        early |= early_of_four(e, columns.vocab_start + base + 128 * j + 4 * lane, p.seed, row_key, bound) << (4 * j);
+        early |= early_of_four(e, columns.vocab_start + base + 128 * j + 4 * lane, p.seed, row.key, bound) << (4 * j);
     }
     if (kDraw)
       look_at_early(
-          columns, term, base + 4 * lane, 128, early, p.seed, row_key,
+          columns, term, base + 4 * lane, 128, early, p.seed, row.key,
           [&](float z, int32_t column) { return z > cut_z || (z == cut_z && column <= tie); }, bound, race.first);
     race.sum.add_positive(static_cast<double>(tile_of_lane(s)));
   }

@@ -28,8 +28,8 @@ Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots) {
 
 int64_t sampling_stream_row_bytes() { return sampling::kRowBytes; }
 
-TileMaxima sampling_stream_maxima(void* workspace, int64_t rows) {
-  return {sampling::Workspace(workspace, rows).maxima(0), 2 * sampling::kListed};
+GroupMaxima sampling_stream_maxima(void* workspace, int64_t rows) {
+  return {sampling::Workspace(workspace, rows).maxima, sampling::kRowMaxima};
 }
 
 bool streams_rows(const SamplingRows& call) {

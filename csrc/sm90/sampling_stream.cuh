@@ -7,7 +7,6 @@
 
 namespace vocabshard::sm90::sampling {
 
-constexpr int kCollectThreads = 512;
 constexpr int kListed = 8192;          // candidates of a row
 constexpr int kMostParts = 96;         // CTAs of a row
 constexpr float kPassShare = 0.8713f;  // of ln 2, with a quarter to spare
@@ -29,20 +28,22 @@ struct alignas(16) PartOfRow {
   int64_t arrival, who, c[kLimbs], pad;
 };
 
+constexpr int32_t kMaximaColumns = 64;
+constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns;
+
 struct Workspace {
   Head* heads;          // [rows]
   PartOfRow* parts;     // [rows, kMostParts]
-  int64_t* candidates;  // [rows, kListed]: bits of z, and the column below; or maxima
+  int64_t* candidates;  // [rows, kListed]: bits of z, and the column below
+  float* maxima;        // [rows, kRowMaxima] of groups
 
   __host__ __device__ Workspace(void* memory, int64_t rows)
       : heads(static_cast<Head*>(memory)),
         parts(reinterpret_cast<PartOfRow*>(heads + rows)),
-        candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)) {}
-
-  __host__ __device__ float* maxima(int64_t row) const { return reinterpret_cast<float*>(candidates + row * kListed); }
+        candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)),
+        maxima(reinterpret_cast<float*>(candidates + rows * kListed)) {}
 };
-static_assert(sizeof(float) * (kStreamedColumns / kTile) <= sizeof(int64_t) * kListed);
-constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed;
+constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed + 4 * kRowMaxima;
 static_assert(kRowBytes % 128 == 0);
 
 // Columns of one row.
@@ -50,9 +51,6 @@ struct Columns {
   const float* row;  // aligned to 16
   int32_t valid;
   int64_t vocab_start;
-
-  VS_DEVICE Columns(const SamplingRows& p, int64_t n)
-      : row(p.logits + n * p.row_stride), valid(static_cast<int32_t>(p.valid)), vocab_start(p.vocab_start) {}
 
   // Four of them; what is past the row's end is -inf.
   VS_DEVICE float4 four(int32_t column) const {
@@ -63,6 +61,20 @@ struct Columns {
     if (column + 2 < valid) v.z = row[column + 2];
     return v;
   }
+};
+
+VS_DEVICE Columns columns_of(const SamplingRows& p, int64_t n) {
+  return {p.logits + n * p.row_stride, static_cast<int32_t>(p.valid), p.vocab_start};
+}
+
+// One row, or one that is made up: a kernel that has to wait runs on it first, which fetches its code, and stores
+// nothing.
+struct Row {
+  int64_t n;
+  Columns columns;
+  float scale;
+  int64_t key;  // of its noise
+  bool real;
 };
 
 VS_DEVICE float scale_of(const SamplingRows& p, int64_t n) { return p.scales ? p.scales[n] : p.scale; }
@@ -90,18 +102,24 @@ VS_DEVICE Words<K> over_block(int64_t (*s)[kLimbs], Words<K> mine, const Op& op)
 constexpr int64_t kNobody = INT64_MAX;
 VS_DEVICE int64_t who_is(int64_t id, float z) { return (id << 32) + static_cast<uint32_t>(order_of(z)); }
 
+VS_DEVICE Row row_of(const SamplingRows& p, int64_t n) {
+  return {n, columns_of(p, n), scale_of(p, n), p.draw ? p.row_keys[n] : 0, true};
+}
+
 // A row's results, by one thread.
-VS_DEVICE void put_row(const SamplingStream& call, int64_t n, bool usable, int64_t cut, const Words<2>& first,
+VS_DEVICE void put_row(const SamplingStream& call, const Row& row, bool usable, int64_t cut, const Words<2>& first,
                        float y_max, const int64_t* sums) {
   const SamplingRows& p = call.rows;
-  p.cut[n] = cut;
-  int64_t id = -1;
-  if (p.draw) {
-    const bool some = first.x[0] != kNoArrival;
-    id = some ? first.x[1] >> 32 : -1;
-    p.drawn[n] = first.x[0];
-    p.drawn[p.rows + n] = id;
-    p.drawn[2 * p.rows + n] = some ? static_cast<int32_t>(static_cast<uint32_t>(first.x[1])) : order_of(neg_inf());
+  const int64_t n = row.n;
+  const bool some = p.draw && first.x[0] != kNoArrival;
+  const int64_t id = some ? first.x[1] >> 32 : -1;
+  if (row.real) {
+    p.cut[n] = cut;
+    if (p.draw) {
+      p.drawn[n] = first.x[0];
+      p.drawn[p.rows + n] = id;
+      p.drawn[2 * p.rows + n] = some ? static_cast<int32_t>(static_cast<uint32_t>(first.x[1])) : order_of(neg_inf());
+    }
   }
   Partial partial = partial_identity();
   if (usable) {
@@ -111,13 +129,13 @@ VS_DEVICE void put_row(const SamplingStream& call, int64_t n, bool usable, int64
     partial = record_load<false>(call.uncut + n, p.rows);
     partial.y_target = quiet_nan();
   }
-  const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - p.vocab_start;
-  if (local >= 0 && local < p.valid && target >= 0) {
-    const float x = p.logits[n * p.row_stride + local];
-    partial.y_target = is_cut(x, target, cut_logit(cut), cut_tie(cut)) ? neg_inf() : mul(x, scale_of(p, n));
+  const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - row.columns.vocab_start;
+  if (local >= 0 && local < row.columns.valid && target >= 0) {
+    const float x = row.columns.row[local];
+    partial.y_target = is_cut(x, target, cut_logit(cut), cut_tie(cut)) ? neg_inf() : mul(x, row.scale);
   }
   partial_finish(partial);
-  record_store<false>(p.records + n, p.rows, partial);
+  if (row.real) record_store<false>(p.records + n, p.rows, partial);
 }
 
 }  // namespace vocabshard::sm90::sampling

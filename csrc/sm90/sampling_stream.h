@@ -1,6 +1,6 @@
 // Cut, token and truncated record of whole rows for the usual programs, by grids over all multiprocessors
-// (docs/operators/sampling.md): a top_k of few by clusters that list the best columns, a top_p by two grids, one behind
-// the other. The bytes are those of launch_sampling_rows.
+// (docs/operators/sampling.md): a top_k of few by a CTA a row that lists the best columns, a top_p by two grids, one
+// behind the other. The bytes are those of launch_sampling_rows.
 #pragma once
 
 #include "sm90/launch.h"
@@ -19,8 +19,8 @@ struct SamplingStream {
   bool maxima_there;     // those of sampling_stream_maxima
 };
 
-// Where in a workspace the logits' maxima by tiles are looked for; a launch makes them where they are not there.
-TileMaxima sampling_stream_maxima(void* workspace, int64_t rows);
+// Where in a workspace the maxima of groups are looked for; a launch makes them where they are not there.
+GroupMaxima sampling_stream_maxima(void* workspace, int64_t rows);
 
 // Whether these rows can be taken: columns that vectors can read, one top_p, or a top_k before any top_p, and min_p.
 bool streams_rows(const SamplingRows& call);
