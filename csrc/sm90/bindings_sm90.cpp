@@ -99,7 +99,7 @@ void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream
   rows.draw = true, rows.seed = seed, rows.row_keys = pointer<int64_t>(row_keys), rows.drawn = pointer<int64_t>(drawn);
   rows.records_there = steps.count == 0;
   rows.records = rows.records_there ? call.records : pointer<int64_t>(workspace + space.records);
-  launch_sampling({rows, call.records, of_stream, maxima}, as_stream(stream));
+  if (launch_sampling({rows, call.records, of_stream, maxima, true, fold}, as_stream(stream))) return;
 
   FoldCall last = {};
   last.records = rows.records, last.ranks = 1, last.rows = call.rows, last.fold = fold;

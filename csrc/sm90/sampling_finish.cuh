@@ -6,22 +6,25 @@
 
 namespace vocabshard::sm90::sampling {
 
+VS_DEVICE int64_t candidate(float z, int32_t column) {
+  return static_cast<int64_t>((static_cast<uint64_t>(bits(z)) << 32) | static_cast<uint32_t>(column));
+}
+
 // Bit 4 i + j of `which`: the j-th column of a thread's i-th piece is a candidate.
 template <int kThreads>
 VS_DEVICE void append(uint32_t& count, int64_t* list, const Columns& columns, int32_t base, uint32_t which) {
   uint32_t to = atomicAdd(&count, static_cast<uint32_t>(__popc(which)));
   for (; which != 0; which &= which - 1, ++to) {
     const int32_t bit = __ffs(static_cast<int>(which)) - 1, column = base + 4 * kThreads * (bit / 4) + bit % 4;
-    if (to < kListed)
-      list[to] = static_cast<int64_t>((static_cast<uint64_t>(bits(columns.row[column])) << 32) |
-                                      static_cast<uint32_t>(column));
+    if (to < kListed) list[to] = candidate(columns.row[column], column);
   }
 }
 
-// Of a place among the candidates: the sum of its tile's kept columns, if no candidate of it has a lower id. `low`,
-// `high`: by y; `cut_z`, `tie`: the cut, z finite and column.
+// The sum of the kept columns of a place's tile, if no column of it before the place has(z, column). `cut_z`, `tie`:
+// the cut, z finite and column.
+template <class Has>
 VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, float cut_z, int32_t tie, int64_t place,
-                           float low, float high, logits::Counters& sum) {
+                           logits::Counters& sum, const Has& has) {
   const auto column =
       static_cast<int32_t>(kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)) - columns.vocab_start);
   const int32_t first = column / kTile * kTile;
@@ -33,17 +36,14 @@ VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, float cut_
 #pragma unroll
     for (int i = 0; i < kTile / 4; ++i) v[i] = columns.four(first + 4 * i);
   }
-  uint32_t listed = 0;
+  uint32_t which = 0;
 #pragma unroll
   for (int i = 0; i < kTile / 4; ++i) {
     const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float y = mul(z[j], term.scale);
-      listed |= y >= low && y <= high ? 1u << (4 * i + j) : 0;
-    }
+    for (int j = 0; j < 4; ++j) which |= has(z[j], first + 4 * i + j) ? 1u << (4 * i + j) : 0;
   }
-  if ((listed & ((1u << (column - first)) - 1)) != 0) return;
+  if ((which & ((1u << (column - first)) - 1)) != 0) return;
   float e[kTile];
 #pragma unroll
   for (int i = 0; i < kTile / 4; ++i) {
@@ -126,7 +126,10 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, const Row& r
     const int32_t tie = last_equal(cut, columns);
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
       const int64_t place = list[i];
-      add_tile_of(columns, term, cut_z, tie, place, bounds.low, bounds.high, race.sum);
+      add_tile_of(columns, term, cut_z, tie, place, race.sum, [&](float z, int32_t) {
+        const float y = mul(z, scale);
+        return y >= bounds.low && y <= bounds.high;
+      });
       if (place < cut || !p.draw) continue;
       const float z = logit_of(static_cast<int32_t>(place >> 32));
       const int64_t id = kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place));

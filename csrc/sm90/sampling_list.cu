@@ -7,7 +7,7 @@
 #include <cfloat>
 
 #include "sm90/launch.h"
-#include "sm90/sampling_finish.cuh"
+#include "sm90/sampling_few.cuh"
 #include "sm90/sampling_grids.h"
 
 namespace vocabshard::sm90::sampling {
@@ -17,7 +17,7 @@ namespace {
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kDepths = 1024, kDepthShift = 17;  // bins of depth d = y_max - y, by the bits of d + 1: 64 an octave
 constexpr int kDepthsOfThread = kDepths / kThreads;
-constexpr int kAtOnce = 5;                                                       // float4s of maxima
+constexpr int kAtOnce = 5, kPieces = 8;                                          // float4s of maxima
 constexpr uint32_t kMostGroups = sizeof(Bin) * kCrossingBins / sizeof(int32_t);  // in the bins' memory
 static_assert(kDepths <= kMostGroups);
 
@@ -27,10 +27,14 @@ VS_DEVICE int32_t bin_of(float depth) {
   return min(static_cast<int32_t>((bits(add(fmaxf(depth, 0.0f), 1.0f)) - 0x3f800000u) >> kDepthShift), kDepths - 1);
 }
 
-// Maxima of groups; -inf past the last.
+// Maxima of groups; -inf past the last. Those of a usual row are read once.
 struct Maxima {
+  static constexpr int kBatch = 4 * kAtOnce * kThreads;
   const float* at;  // aligned to 16
   int32_t groups;
+  float4 v[kAtOnce];
+
+  VS_DEVICE Maxima(const float* at, int32_t groups) : at(at), groups(groups) { load(0); }
 
   VS_DEVICE float4 four(int32_t group) const {
     if (group + 4 <= groups) return *reinterpret_cast<const float4*>(at + group);
@@ -41,19 +45,25 @@ struct Maxima {
     return v;
   }
 
+  VS_DEVICE int32_t group(int32_t start, int i) const {
+    return start + 4 * (kThreads * i + static_cast<int32_t>(threadIdx.x));
+  }
+  VS_DEVICE void load(int32_t start) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) v[i] = four(group(start, i));
+  }
+
   // take(maximum, group), by all threads
   template <class Take>
-  VS_DEVICE void each(const Take& take) const {
+  VS_DEVICE void each(const Take& take) {
 #pragma unroll 1
-    for (int32_t from = 4 * static_cast<int32_t>(threadIdx.x); from < groups; from += 4 * kAtOnce * kThreads) {
-      float4 v[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) v[i] = four(from + 4 * kThreads * i);
+    for (int32_t start = 0; start < groups; start += kBatch) {
+      if (groups > kBatch) load(start);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) take(z[j], from + 4 * kThreads * i + j);
+        for (int j = 0; j < 4; ++j) take(z[j], group(start, i) + j);
       }
     }
   }
@@ -61,7 +71,7 @@ struct Maxima {
 
 // A y that `wanted` groups reach, or, unless `exact`, the best groups of as many threads; -FLT_MAX where they are
 // fewer, or none is near.
-VS_DEVICE float bound_of_maxima(const Maxima& maxima, float scale, float y_max, int32_t wanted, bool exact, Shared& s) {
+VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_t wanted, bool exact, Shared& s) {
   auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
@@ -102,7 +112,7 @@ VS_DEVICE float bound_of_maxima(const Maxima& maxima, float scale, float y_max, 
 }
 
 // y_max finite, of `row`. Returns the lowest y of the candidates, which are appended to `list`; s.count of them.
-VS_DEVICE float list_best(const Row& row, const Maxima& maxima, float y_max, int32_t wanted, int64_t* list, Shared& s) {
+VS_DEVICE float list_best(const Row& row, Maxima& maxima, float y_max, int32_t wanted, int64_t* list, Shared& s) {
   auto* const groups = reinterpret_cast<int32_t*>(s.bins);
   float low;
   uint32_t found;
@@ -110,6 +120,7 @@ VS_DEVICE float list_best(const Row& row, const Maxima& maxima, float y_max, int
 #pragma unroll 1
   while (true) {
     low = bound_of_maxima(maxima, row.scale, y_max, wanted, exact, s);
+    s.few[threadIdx.x] = kKeepAll;  // before any
     if (threadIdx.x == 0) s.few_count = s.count = 0, s.lowest = INT32_MAX, s.highest = INT32_MIN;
     __syncthreads();
     maxima.each([&](float z, int32_t group) {
@@ -123,15 +134,28 @@ VS_DEVICE float list_best(const Row& row, const Maxima& maxima, float y_max, int
     exact = true;  // many of the best are of few threads
   }
   const auto pieces = static_cast<int32_t>(16 * min(found, kMostGroups));
-#pragma unroll 2
-  for (int32_t i = threadIdx.x; i < pieces; i += kThreads) {
-    const int32_t base = kMaximaColumns * groups[i / 16] + 4 * (i % 16);
-    const float4 v = row.columns.four(base);
-    const float z[4] = {v.x, v.y, v.z, v.w};
-    uint32_t which = 0;
+#pragma unroll 1
+  for (int32_t first = threadIdx.x; first < pieces; first += kPieces * kThreads) {
+    float4 v[kPieces];
+    int32_t at[kPieces];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) which |= mul(z[j], row.scale) >= low ? 1u << j : 0;
-    if (which != 0) append<kThreads>(s.count, list, row.columns, base, which);
+    for (int i = 0; i < kPieces; ++i) {
+      const int32_t piece = first + kThreads * i;
+      at[i] = piece < pieces ? kMaximaColumns * groups[piece / 16] + 4 * (piece % 16) : row.columns.valid;
+      v[i] = row.columns.four(at[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (!(mul(largest(v[i]), row.scale) >= low)) continue;
+      const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (!(mul(z[j], row.scale) >= low)) continue;
+        const uint32_t to = atomicAdd(&s.count, 1u);
+        if (to < kFewPlaces) s.few[to] = place_of(z[j], row.columns.vocab_start + at[i] + j);
+        if (to < kListed) list[to] = candidate(z[j], at[i] + j);
+      }
+    }
   }
   __syncthreads();
   if (found > kMostGroups && threadIdx.x == 0) s.count = kListed + 1;
@@ -151,22 +175,24 @@ __global__ void __launch_bounds__(kThreads, 6)
   ptx::grid_launch_next();
 #pragma unroll 1
   for (int pass = rehearse ? 0 : 1; pass < 2; ++pass) {
+    const bool real = pass == 1;
     Row row = {n, {made_up, kMaximaColumns, 0}, 1.0f, 0, false};
-    Maxima maxima = {made_up, 1};
-    float y_max = 0.0f;
-    if (pass == 1) {
+    if (real) {
       ptx::grid_wait();
       row = row_of(p, n);
-      maxima = {work.maxima + n * kRowMaxima, (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns};
-      y_max = record_load<false>(call.uncut + n, p.rows).y_max;
     }
+    const float* const of_groups = real ? work.maxima + n * kRowMaxima : made_up;
+    Maxima maxima(of_groups, (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns);
+    const float y_max = real ? record_load<false>(call.uncut + n, p.rows).y_max : 0.0f;
     if (!in_range(y_max) || is_nan(row.scale)) {
       if (threadIdx.x == 0) put_row(call, row, false, kKeepAll, {{kNoArrival, kNobody}}, 0.0f, nullptr);
       return;
     }
-    const float low = list_best(row, maxima, y_max, pass == 1 ? wanted : 1, list, s);
+    const float low = list_best(row, maxima, y_max, real ? wanted : 1, list, s);
+    const uint32_t count = s.count;
+    if (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), s)) continue;
     const Bounds bounds = {y_max, low, FLT_MAX, exp_k(clamp_logit(y_max))};
-    finish_row<false>(call, row, bounds, s.count, list, list, 1, s);
+    finish_row<false>(call, row, bounds, count, list, list, 1, s);
   }
 }
 

@@ -1,6 +1,7 @@
 // What the grids of sampling_stream.h know of a row, and how they read it.
 #pragma once
 
+#include "sm90/fold.h"
 #include "sm90/logits_share.cuh"
 #include "sm90/sampling_clock.cuh"
 #include "sm90/sampling_stream.h"
@@ -130,12 +131,17 @@ VS_DEVICE void put_row(const SamplingStream& call, const Row& row, bool usable, 
     partial.y_target = quiet_nan();
   }
   const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - row.columns.vocab_start;
-  if (local >= 0 && local < row.columns.valid && target >= 0) {
+  if (p.target_ids == nullptr) {
+    if (some) partial.y_target = mul(logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1]))), row.scale);
+  } else if (local >= 0 && local < row.columns.valid && target >= 0) {
     const float x = row.columns.row[local];
     partial.y_target = is_cut(x, target, cut_logit(cut), cut_tie(cut)) ? neg_inf() : mul(x, row.scale);
   }
   partial_finish(partial);
-  if (row.real) record_store<false>(p.records + n, p.rows, partial);
+  if (call.folds)
+    fold_row<false>(row.real ? call.fold : FoldRows{}, n, partial, target);
+  else if (row.real)
+    record_store<false>(p.records + n, p.rows, partial);
 }
 
 }  // namespace vocabshard::sm90::sampling

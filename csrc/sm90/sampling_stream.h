@@ -17,6 +17,8 @@ struct SamplingStream {
   const int64_t* uncut;  // [4, rows]: records of all columns, of any target
   void* workspace;       // sampling_stream_row_bytes() for each row, aligned to 128
   bool maxima_there;     // those of sampling_stream_maxima
+  bool folds;            // rows at once, as of a group of one, with drawn tokens for targets
+  FoldRows fold;         // for then
 };
 
 // Where in a workspace the maxima of groups are looked for; a launch makes them where they are not there.
@@ -27,12 +29,11 @@ bool streams_rows(const SamplingRows& call);
 int64_t sampling_stream_row_bytes();
 void launch_sampling_stream(const SamplingStream& call, cudaStream_t stream);
 
-// By these grids where there is a workspace and they can, else by clusters.
-inline void launch_sampling(const SamplingStream& call, cudaStream_t stream) {
-  if (call.workspace == nullptr || !streams_rows(call.rows))
-    launch_sampling_rows(call.rows, stream);
-  else
-    launch_sampling_stream(call, stream);
+// By these grids where there is a workspace and they can, else by clusters. Returns whether rows are folded.
+inline bool launch_sampling(const SamplingStream& call, cudaStream_t stream) {
+  const bool streams = call.workspace != nullptr && streams_rows(call.rows);
+  streams ? launch_sampling_stream(call, stream) : launch_sampling_rows(call.rows, stream);
+  return streams && call.folds;
 }
 
 }  // namespace vocabshard::sm90

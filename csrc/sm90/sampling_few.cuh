@@ -1,0 +1,99 @@
+// The rest of a row of which few candidates are left, one a thread: sorted, cut, raced and summed.
+#pragma once
+
+#include "sm90/sampling_finish.cuh"
+
+namespace vocabshard::sm90::sampling {
+
+// `mine` of the threads before this one and of this one.
+template <int kThreads>
+VS_DEVICE int64_t up_to_thread(int64_t mine, CrossingShared<kThreads>& s) {
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t other = __shfl_up_sync(kAllLanes, mine, step);
+    if (lane >= step) mine += other;
+  }
+  __syncthreads();
+  if (lane == 31) s.words[warp][0] = mine;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kThreads / 32 - 1; ++w) mine += w < warp ? s.words[w][0] : 0;
+  return mine;
+}
+
+// How many of `count` places, best first and this thread's `place`, the steps keep; 0: a step wants more than there
+// are.
+template <int kThreads>
+VS_DEVICE int32_t keep_best(const SamplingRows& p, const Row& row, float y_max, int64_t place, int32_t count,
+                            CrossingShared<kThreads>& s) {
+  const auto i = static_cast<int32_t>(threadIdx.x), order = static_cast<int32_t>(place >> 32);
+  const float y = mul(logit_of(order), row.scale);
+  int32_t kept = count;
+#pragma unroll 1
+  for (int k = 0; k < p.steps; ++k) {
+    const SamplingStep& step = p.step[k];
+    if (step.kind == kMinP) {
+      const float threshold = static_cast<float>(add(static_cast<double>(y_max), step.ln));
+      kept = min(kept, __syncthreads_count(i < count && y >= threshold));
+    } else if (step.kind == kTopK) {
+      const auto last = static_cast<int32_t>(min(step.number, static_cast<int64_t>(row.columns.valid))) - 1;
+      if (last >= count) return 0;
+      const auto lowest = static_cast<int32_t>(s.few_mass[last] >> 32);
+      kept = min(kept, __syncthreads_count(i < count && order >= lowest));
+    } else {
+      const int64_t mass = i < kept ? mass_fast(y, exp_k(clamp_logit(y_max))) : 0;
+      const int64_t up_to = up_to_thread(mass, s);
+      if (i == kThreads - 1) s.above = up_to;
+      __syncthreads();
+      kept = min(kept, 1 + __syncthreads_count(i < kept && up_to < share_of(step.number, s.above)));
+    }
+  }
+  return kept;
+}
+
+// `count` places in s.few, at most kThreads, which are all that the steps may keep. False: they are not.
+template <int kThreads>
+VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_max, int32_t count,
+                          CrossingShared<kThreads>& s) {
+  static_assert(kThreads == kFewPlaces);
+  const SamplingRows& p = call.rows;
+  const auto i = static_cast<int32_t>(threadIdx.x);
+  int64_t place = s.few[i];
+  int32_t better = 0;
+#pragma unroll 4
+  for (int32_t j = 0; j < count; j += 2) {
+    const longlong2 two = *reinterpret_cast<const longlong2*>(&s.few[j]);
+    better += (two.x > place) + (two.y > place);
+  }
+  if (i < count) s.few_mass[better] = place;
+  __syncthreads();
+  place = s.few_mass[i];
+  const int32_t kept = keep_best(p, row, y_max, place, count, s);
+  if (kept == 0) return false;
+  int64_t cut = s.few_mass[kept - 1];
+  if (kept == count || s.few_mass[kept] >> 32 != cut >> 32) cut &= ~int64_t{0xffffffff};  // none of its equals is left
+
+  Race race;
+  const Terms term(y_max, row.scale);
+  const float cut_z = fmaxf(cut_logit(cut), -FLT_MAX);  // -inf has no term
+  const int32_t tie = last_equal(cut, row.columns);
+  // tiles and clocks by warps of their own, if there are enough
+  const bool apart = 2 * kept <= kThreads;
+  if (i < kept)
+    add_tile_of(row.columns, term, cut_z, tie, place, race.sum,
+                [&](float z, int32_t column) { return z > cut_z || (z == cut_z && column <= tie); });
+  const int32_t racing = apart ? i - kThreads / 2 : i;
+  if (p.draw && racing >= 0 && racing < kept) {
+    if (apart) place = s.few_mass[racing];
+    const float z = logit_of(static_cast<int32_t>(place >> 32));
+    const int64_t id = kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place));
+    const Look look = look_at(clamp_logit(mul(z, row.scale)), id, p.seed, row.key);
+    race.first = {{look.arrival, who_is(id, z)}};
+  }
+  const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race, {{0, 0, 0}});
+  if (i == 0) put_row(call, row, true, cut, {{whole.arrival, whole.who}}, y_max, whole.c);
+  return true;
+}
+
+}  // namespace vocabshard::sm90::sampling
