@@ -53,18 +53,25 @@ struct Maxima {
     for (int i = 0; i < kAtOnce; ++i) v[i] = four(group(start, i));
   }
 
-  // take(maximum, group), by all threads
+  // take(maximum) of all, by all threads
   template <class Take>
   VS_DEVICE void each(const Take& take) {
+    each_batch([&](float z) { return take(z), false; }, [](uint32_t, int32_t) {});
+  }
+  // found(which, start), where has(maximum) of any of a thread's: bit 4 i + j is that of group(start, i) + j.
+  template <class Has, class Found>
+  VS_DEVICE void each_batch(const Has& has, const Found& found) {
 #pragma unroll 1
     for (int32_t start = 0; start < groups; start += kBatch) {
       if (groups > kBatch) load(start);
+      uint32_t which = 0;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) take(z[j], group(start, i) + j);
+        for (int j = 0; j < 4; ++j) which |= has(z[j]) ? 1u << (4 * i + j) : 0;
       }
+      if (which != 0) found(which, start);
     }
   }
 };
@@ -82,7 +89,7 @@ VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_
     if (!is_neg_inf(z)) atomicAdd(&bins[bin_of(add(y_max, -mul(z, scale)))], 1u);
   };
   float best = neg_inf();
-  maxima.each([&](float z, int32_t) {
+  maxima.each([&](float z) {
     if (exact) count(z);
     best = fmaxf(best, z);
   });
@@ -123,11 +130,15 @@ VS_DEVICE float list_best(const Row& row, Maxima& maxima, float y_max, int32_t w
     s.few[threadIdx.x] = kKeepAll;  // before any
     if (threadIdx.x == 0) s.few_count = s.count = 0, s.lowest = INT32_MAX, s.highest = INT32_MIN;
     __syncthreads();
-    maxima.each([&](float z, int32_t group) {
-      if (!(mul(z, row.scale) >= low)) return;
-      const uint32_t to = atomicAdd(&s.few_count, 1u);
-      if (to < kMostGroups) groups[to] = group;
-    });
+    maxima.each_batch([&](float z) { return mul(z, row.scale) >= low; },
+                      [&](uint32_t which, int32_t start) {
+                        uint32_t to = atomicAdd(&s.few_count, static_cast<uint32_t>(__popc(which)));
+#pragma unroll 1
+                        for (; which != 0; which &= which - 1, ++to) {
+                          const int32_t bit = __ffs(static_cast<int>(which)) - 1;
+                          if (to < kMostGroups) groups[to] = maxima.group(start, bit / 4) + bit % 4;
+                        }
+                      });
     __syncthreads();
     found = s.few_count;
     if (exact || found <= 4 * static_cast<uint32_t>(wanted)) break;
@@ -136,25 +147,28 @@ VS_DEVICE float list_best(const Row& row, Maxima& maxima, float y_max, int32_t w
   const auto pieces = static_cast<int32_t>(16 * min(found, kMostGroups));
 #pragma unroll 1
   for (int32_t first = threadIdx.x; first < pieces; first += kPieces * kThreads) {
-    float4 v[kPieces];
-    int32_t at[kPieces];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
+    const auto column_of = [&](int32_t i) {
       const int32_t piece = first + kThreads * i;
-      at[i] = piece < pieces ? kMaximaColumns * groups[piece / 16] + 4 * (piece % 16) : row.columns.valid;
-      v[i] = row.columns.four(at[i]);
-    }
+      return piece < pieces ? kMaximaColumns * groups[piece / 16] + 4 * (piece % 16) : row.columns.valid;
+    };
+    float4 v[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) v[i] = row.columns.four(column_of(i));
+    uint32_t which = 0;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      if (!(mul(largest(v[i]), row.scale) >= low)) continue;
       const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (!(mul(z[j], row.scale) >= low)) continue;
-        const uint32_t to = atomicAdd(&s.count, 1u);
-        if (to < kFewPlaces) s.few[to] = place_of(z[j], row.columns.vocab_start + at[i] + j);
-        if (to < kListed) list[to] = candidate(z[j], at[i] + j);
-      }
+      for (int j = 0; j < 4; ++j) which |= mul(z[j], row.scale) >= low ? 1u << (4 * i + j) : 0;
+    }
+    if (which == 0) continue;
+    uint32_t to = atomicAdd(&s.count, static_cast<uint32_t>(__popc(which)));
+#pragma unroll 1
+    for (; which != 0; which &= which - 1, ++to) {
+      const int32_t bit = __ffs(static_cast<int>(which)) - 1, column = column_of(bit / 4) + bit % 4;
+      const float z = row.columns.row[column];
+      if (to < kFewPlaces) s.few[to] = place_of(z, row.columns.vocab_start + column);
+      if (to < kListed) list[to] = candidate(z, column);
     }
   }
   __syncthreads();

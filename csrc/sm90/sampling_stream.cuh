@@ -132,7 +132,9 @@ VS_DEVICE void put_row(const SamplingStream& call, const Row& row, bool usable, 
   }
   const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - row.columns.vocab_start;
   if (p.target_ids == nullptr) {
-    if (some) partial.y_target = mul(logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1]))), row.scale);
+    float z = logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1])));
+    if (some && z == 0.0f) z = row.columns.row[local];  // its sign
+    if (some) partial.y_target = mul(z, row.scale);
   } else if (local >= 0 && local < row.columns.valid && target >= 0) {
     const float x = row.columns.row[local];
     partial.y_target = is_cut(x, target, cut_logit(cut), cut_tie(cut)) ? neg_inf() : mul(x, row.scale);
