@@ -5,23 +5,6 @@
 
 namespace vocabshard::sm90::sampling {
 
-// `mine` of the threads before this one and of this one.
-template <int kThreads>
-VS_DEVICE int64_t up_to_thread(int64_t mine, CrossingShared<kThreads>& s) {
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int64_t other = __shfl_up_sync(kAllLanes, mine, step);
-    if (lane >= step) mine += other;
-  }
-  __syncthreads();
-  if (lane == 31) s.words[warp][0] = mine;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kThreads / 32 - 1; ++w) mine += w < warp ? s.words[w][0] : 0;
-  return mine;
-}
-
 // How many of `count` places, best first and this thread's `place`, the steps keep; 0: a step wants more than there
 // are.
 template <int kThreads>
@@ -43,7 +26,7 @@ VS_DEVICE int32_t keep_best(const SamplingRows& p, const Row& row, float y_max, 
       kept = min(kept, __syncthreads_count(i < count && order >= lowest));
     } else {
       const int64_t mass = i < kept ? mass_fast(y, exp_k(clamp_logit(y_max))) : 0;
-      const int64_t up_to = up_to_thread(mass, s);
+      const int64_t up_to = up_to_thread<kThreads / 32>(s.words, mass);
       if (i == kThreads - 1) s.above = up_to;
       __syncthreads();
       kept = min(kept, 1 + __syncthreads_count(i < kept && up_to < share_of(step.number, s.above)));
@@ -91,8 +74,8 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
     const Look look = look_at(clamp_logit(mul(z, row.scale)), id, p.seed, row.key);
     race.first = {{look.arrival, who_is(id, z)}};
   }
-  const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race, {{0, 0, 0}});
-  if (i == 0) put_row(call, row, true, cut, {{whole.arrival, whole.who}}, y_max, whole.c);
+  const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race);
+  if (i == 0) put_row(call, row, cut, whole.first(), whole.partial(y_max));
   return true;
 }
 

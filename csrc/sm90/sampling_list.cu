@@ -197,16 +197,16 @@ __global__ void __launch_bounds__(kThreads, 6)
     }
     const float* const of_groups = real ? work.maxima + n * kRowMaxima : made_up;
     Maxima maxima(of_groups, (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns);
-    const float y_max = real ? record_load<false>(call.uncut + n, p.rows).y_max : 0.0f;
-    if (!in_range(y_max) || is_nan(row.scale)) {
-      if (threadIdx.x == 0) put_row(call, row, false, kKeepAll, {{kNoArrival, kNobody}}, 0.0f, nullptr);
+    const Partial uncut = real ? record_load<false>(call.uncut + n, p.rows) : Partial{};
+    const float y_max = uncut.y_max;
+    if (!usable(row, y_max)) {
+      if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
       return;
     }
     const float low = list_best(row, maxima, y_max, real ? wanted : 1, list, s);
     const uint32_t count = s.count;
     if (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), s)) continue;
-    const Bounds bounds = {y_max, low, FLT_MAX, exp_k(clamp_logit(y_max))};
-    finish_row<false>(call, row, bounds, count, list, list, 1, s);
+    finish_row(call, row, y_max, low, count, list, s);
   }
 }
 

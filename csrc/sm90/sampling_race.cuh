@@ -23,6 +23,14 @@ struct Terms {
   }
 };
 
+// What some columns come to.
+struct alignas(16) PartOfRow {
+  int64_t arrival, who, c[kLimbs], pad;
+
+  VS_DEVICE Words<2> first() const { return {{arrival, who}}; }
+  VS_DEVICE Partial partial(float y_max) const { return {y_max, quiet_nan(), {c[0], c[1], c[2]}, {0, 0, 0}}; }
+};
+
 struct Race {
   Words<2> first;  // arrival, who
   logits::Counters sum;
@@ -62,12 +70,10 @@ VS_DEVICE bool is_early(uint32_t word, float term, float bound) {
   return from_bits(word >> 9 | 0x3f800000u) <= fma(term, bound, 1.0000005f);
 }
 
-// The bound that the sample's best column gives, of terms: infinite unless it is kept for sure.
-VS_DEVICE float bound_of(const Head& head, const Terms& term) {
-  const float z = logit_of(static_cast<int32_t>(static_cast<uint32_t>(head.who)));
-  if (head.arrival == kNoArrival || !(mul(z, term.scale) > head.high)) return from_bits(0x7f800000u);
-  return fmaxf(__fdividef(head.factor, logits::scaled_exp(head.y_max, term.magic)), 1e-37f);
-}
+constexpr float kPassShare = 0.8713f;  // of ln 2, with a quarter to spare
+
+// The bound that a column gives.
+VS_DEVICE float bound_of(float clock, float term) { return fmaxf(__fdividef(mul(clock, kPassShare), term), 1e-37f); }
 
 // Bit i: the i-th of four columns from `id` on may come first.
 VS_DEVICE uint32_t early_of_four(const float (&terms)[4], int64_t id, int64_t seed, int64_t row_key, float bound) {
@@ -91,7 +97,7 @@ VS_DEVICE void look_at_early(const Columns& columns, const Terms& term, int32_t 
     const int64_t id = columns.vocab_start + column;
     const Look look = look_at(clamp_logit(mul(z, term.scale)), id, seed, row_key);
     first = Smaller()(first, Words<2>{{look.arrival, who_is(id, z)}});
-    bound = fminf(bound, fmaxf(__fdividef(mul(look.clock, kPassShare), term(z, true)), 1e-37f));
+    bound = fminf(bound, bound_of(look.clock, term(z, true)));
   }
 }
 
@@ -102,6 +108,41 @@ VS_DEVICE float tile_of_lane(const float (&s)[4]) {
   a = add(a, __shfl_xor_sync(kAllLanes, odd ? s[0] : s[1], 1));
   b = add(b, __shfl_xor_sync(kAllLanes, odd ? s[2] : s[3], 1));
   return add(upper ? b : a, __shfl_xor_sync(kAllLanes, upper ? a : b, 2));
+}
+
+// The sum of the kept columns of a place's tile, if no column of it before the place has(z, column). `cut_z`, `tie`:
+// the cut, z finite and column.
+template <class Has>
+VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, float cut_z, int32_t tie, int64_t place,
+                           logits::Counters& sum, const Has& has) {
+  const auto column =
+      static_cast<int32_t>(kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)) - columns.vocab_start);
+  const int32_t first = column / kTile * kTile;
+  float4 v[kTile / 4];
+  if (first + kTile <= columns.valid) {  // all at once, not one after the other
+#pragma unroll
+    for (int i = 0; i < kTile / 4; ++i) v[i] = *reinterpret_cast<const float4*>(columns.row + first + 4 * i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTile / 4; ++i) v[i] = columns.four(first + 4 * i);
+  }
+  uint32_t which = 0;
+#pragma unroll
+  for (int i = 0; i < kTile / 4; ++i) {
+    const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) which |= has(z[j], first + 4 * i + j) ? 1u << (4 * i + j) : 0;
+  }
+  if ((which & ((1u << (column - first)) - 1)) != 0) return;
+  float e[kTile];
+#pragma unroll
+  for (int i = 0; i < kTile / 4; ++i) {
+    if (tie < columns.valid) leave_out(v[i], cut_z, tie - (first + 4 * i));
+    const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) e[4 * i + j] = term(z[j], z[j] >= cut_z);
+  }
+  sum.add_positive(static_cast<double>(tree16(e)));
 }
 
 // This thread's share of all columns under a cut.
@@ -142,12 +183,12 @@ VS_DEVICE void race_over(const SamplingRows& p, const Row& row, float y_max, int
   }
 }
 
-// Of all threads of a CTA, with sums that some have already.
+// Of all threads of a CTA.
 template <int kWarps>
-VS_DEVICE PartOfRow part_of_row(int64_t (*words)[kLimbs], const Race& race, const Words<kLimbs>& more) {
+VS_DEVICE PartOfRow part_of_row(int64_t (*words)[kLimbs], const Race& race) {
   Words<kLimbs> sums;
   race.sum.get(sums.x);
-  sums = over_block<kWarps>(words, Sum()(sums, more), Sum());
+  sums = over_block<kWarps>(words, sums, Sum());
   const Words<2> first = over_block<kWarps>(words, race.first, Smaller());
   return {first.x[0], first.x[1], {sums.x[0], sums.x[1], sums.x[2]}, 0};
 }

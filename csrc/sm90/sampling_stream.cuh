@@ -8,44 +8,18 @@
 
 namespace vocabshard::sm90::sampling {
 
-constexpr int kListed = 8192;          // candidates of a row
-constexpr int kMostParts = 96;         // CTAs of a row
-constexpr float kPassShare = 0.8713f;  // of ln 2, with a quarter to spare
-
-// Of one row, from grid to grid.
-struct alignas(128) Head {
-  float y_max, low, high;  // candidates lie in [low, high] by y; what is above is kept if the crossing is among them
-  int32_t k_max;
-  bool usable;
-  uint32_t listed, collected;
-  unsigned long long total, above;  // masses
-  int64_t arrival, who;             // of a good column of a sample: a bound
-  float factor;                     // a column comes before it only where x / 2^32 <= factor e^(y - y_max)
-};
-static_assert(sizeof(Head) == 128);
-
-// What one CTA's columns come to.
-struct alignas(16) PartOfRow {
-  int64_t arrival, who, c[kLimbs], pad;
-};
-
+constexpr int kListed = 8192;  // candidates of a row
 constexpr int32_t kMaximaColumns = 64;
 constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns;
 
 struct Workspace {
-  Head* heads;          // [rows]
-  PartOfRow* parts;     // [rows, kMostParts]
   int64_t* candidates;  // [rows, kListed]: bits of z, and the column below
   float* maxima;        // [rows, kRowMaxima] of groups
 
   __host__ __device__ Workspace(void* memory, int64_t rows)
-      : heads(static_cast<Head*>(memory)),
-        parts(reinterpret_cast<PartOfRow*>(heads + rows)),
-        candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)),
-        maxima(reinterpret_cast<float*>(candidates + rows * kListed)) {}
+      : candidates(static_cast<int64_t*>(memory)), maxima(reinterpret_cast<float*>(candidates + rows * kListed)) {}
 };
-constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed + 4 * kRowMaxima;
-static_assert(kRowBytes % 128 == 0);
+constexpr int64_t kRowBytes = 8 * kListed + 4 * kRowMaxima;
 
 // Columns of one row.
 struct Columns {
@@ -80,6 +54,9 @@ struct Row {
 
 VS_DEVICE float scale_of(const SamplingRows& p, int64_t n) { return p.scales ? p.scales[n] : p.scale; }
 
+// Whether a row can be cut: all of its columns are kept where not.
+VS_DEVICE bool usable(const Row& row, float y_max) { return in_range(y_max) && !is_nan(row.scale); }
+
 VS_DEVICE float largest(const float4& v) { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)); }
 
 // `mine` of all threads of the CTA in one, known to all. s: a word of K for every warp, free again behind a barrier.
@@ -100,6 +77,23 @@ VS_DEVICE Words<K> over_block(int64_t (*s)[kLimbs], Words<K> mine, const Op& op)
   return mine;
 }
 
+// The sum of `mine` of the threads before this one and of this one. s: as above.
+template <int kWarps>
+VS_DEVICE int64_t up_to_thread(int64_t (*s)[kLimbs], int64_t mine) {
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int64_t other = __shfl_up_sync(kAllLanes, mine, step);
+    if (lane >= step) mine += other;
+  }
+  __syncthreads();  // the last one's words are read
+  if (lane == 31) s[warp][0] = mine;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps - 1; ++w) mine += w < warp ? s[w][0] : 0;
+  return mine;
+}
+
 constexpr int64_t kNobody = INT64_MAX;
 VS_DEVICE int64_t who_is(int64_t id, float z) { return (id << 32) + static_cast<uint32_t>(order_of(z)); }
 
@@ -107,9 +101,9 @@ VS_DEVICE Row row_of(const SamplingRows& p, int64_t n) {
   return {n, columns_of(p, n), scale_of(p, n), p.draw ? p.row_keys[n] : 0, true};
 }
 
-// A row's results, by one thread.
-VS_DEVICE void put_row(const SamplingStream& call, const Row& row, bool usable, int64_t cut, const Words<2>& first,
-                       float y_max, const int64_t* sums) {
+// A row's results, by one thread: `partial` has the sums of what is kept.
+VS_DEVICE void put_row(const SamplingStream& call, const Row& row, int64_t cut, const Words<2>& first,
+                       Partial partial) {
   const SamplingRows& p = call.rows;
   const int64_t n = row.n;
   const bool some = p.draw && first.x[0] != kNoArrival;
@@ -122,14 +116,7 @@ VS_DEVICE void put_row(const SamplingStream& call, const Row& row, bool usable, 
       p.drawn[2 * p.rows + n] = some ? static_cast<int32_t>(static_cast<uint32_t>(first.x[1])) : order_of(neg_inf());
     }
   }
-  Partial partial = partial_identity();
-  if (usable) {
-    partial.y_max = y_max;
-    for (int k = 0; k < kLimbs; ++k) partial.c[k] = sums[k];
-  } else {
-    partial = record_load<false>(call.uncut + n, p.rows);
-    partial.y_target = quiet_nan();
-  }
+  partial.y_target = quiet_nan();
   const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - row.columns.vocab_start;
   if (p.target_ids == nullptr) {
     float z = logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1])));
