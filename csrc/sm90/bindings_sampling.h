@@ -60,7 +60,7 @@ void rows(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, in
   call.place = pointer<int64_t>(place), call.before = pointer<int64_t>(before);
   call.maxima = pointer<int64_t>(maxima);
   const OnDevice guard(device);
-  launch_sampling({call, pointer<int64_t>(uncut), pointer<void>(workspace), false, false, {}}, as_stream(stream));
+  launch_sampling({call, pointer<int64_t>(uncut), {}, pointer<void>(workspace), false, false, {}}, as_stream(stream));
 }
 
 void histogram(int device, uintptr_t stream, uintptr_t logits, int64_t row_stride, int64_t rows, int64_t valid,

@@ -85,10 +85,6 @@ void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream
   call.softcap = softcap;
   call.logits = pointer<float>(workspace + space.logits), call.logits_row = space.logits_row;
   call.records = pointer<int64_t>(workspace + space.uncut);
-  void* const of_stream = space.streams ? pointer<void>(workspace + space.stream) : nullptr;
-  const bool maxima = space.streams && call.columns <= kStreamedColumns && gives_maxima(call, multiprocessor_count());
-  if (maxima) call.maxima = sampling_stream_maxima(of_stream, call.rows);
-  launch_forward(call, as_stream(stream));
 
   SamplingRows rows = {};
   rows.logits = call.logits, rows.row_stride = call.logits_row, rows.rows = call.rows, rows.valid = valid;
@@ -99,7 +95,13 @@ void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream
   rows.draw = true, rows.seed = seed, rows.row_keys = pointer<int64_t>(row_keys), rows.drawn = pointer<int64_t>(drawn);
   rows.records_there = steps.count == 0;
   rows.records = rows.records_there ? call.records : pointer<int64_t>(workspace + space.records);
-  if (launch_sampling({rows, call.records, of_stream, maxima, true, fold}, as_stream(stream))) return;
+  SamplingStream sampling = {rows, call.records, {}, nullptr, false, true, fold};
+  if (space.streams) sampling.workspace = pointer<void>(workspace + space.stream);
+  sampling.maxima_there =
+      space.streams && streams_rows(rows) && call.rows <= kUnmergedRows && gives_maxima(call, multiprocessor_count());
+  if (sampling.maxima_there) call.maxima = sampling_stream_maxima(sampling.workspace, call.rows);
+  launch_forward(call, as_stream(stream), sampling.maxima_there ? &sampling.unmerged : nullptr);
+  if (launch_sampling(sampling, as_stream(stream))) return;
 
   FoldCall last = {};
   last.records = rows.records, last.ranks = 1, last.rows = call.rows, last.fold = fold;

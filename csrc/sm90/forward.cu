@@ -97,7 +97,7 @@ Schedule wgmma_schedule(const ForwardCall& call, const WgmmaShape& shape, int64_
 }
 
 void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_t first, int64_t rows,
-                        int32_t multiprocessors, cudaStream_t stream) {
+                        int32_t multiprocessors, cudaStream_t stream, UnmergedRows* left) {
   const WgmmaShape shape = wgmma_shape(plan.path);
   const bool half_precision = call.element == kHalf;
   WgmmaParams p = {};
@@ -122,6 +122,10 @@ void launch_wgmma_chunk(const ForwardCall& call, const ForwardPlan& plan, int64_
     half_precision ? launch_topk_fp16(p, stream) : launch_topk_bf16(p, stream);
   } else {
     launch_wgmma(p, plan.path, half_precision, call.entropy, stream);
+  }
+  if (left != nullptr) {
+    *left = {p.partials, p.schedule, 64 * shape.m_blocks};
+    return;
   }
   launch_merge_clusters(p, shape.m_blocks, call.entropy, merged(call, first), stream);
   if (call.top.n > 0) launch_topk_gather(p, call.top.best, stream);
@@ -212,7 +216,7 @@ bool draws_beside(const ForwardCall& call, int32_t multiprocessors) {
   return some && call.vocab_start % 4 == 0 && plan_forward(call, multiprocessors).path == kRows64;
 }
 
-void launch_forward(const ForwardCall& call, cudaStream_t stream) {
+void launch_forward(const ForwardCall& call, cudaStream_t stream, UnmergedRows* left) {
   require(call.columns < (int64_t{1} << 31) - 1024 && call.depth < (int64_t{1} << 31) - 1024,
           "V_local and D must be below 2^31 - 1024");
   require(call.depth > 0, "D must be positive");
@@ -232,6 +236,8 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
           "logits are kept by the tensor-core kernels that read by TMA alone");
   require(call.maxima.at == nullptr || (call.logits != nullptr && plan.path == kRows64),
           "maxima of groups come beside the logits of few rows, read by TMA");
+  require(left == nullptr || (plan.path == kRows64 && call.rows <= plan.chunk_rows && !call.entropy),
+          "rows are left unmerged by a launch of few, read by TMA, without entropy");
   require(call.kept.rows == 0 || (call.kept.codes_row % 8 == 0 && call.kept.codes_row >= call.kept.groups * 64 &&
                                   reinterpret_cast<uintptr_t>(call.kept.codes) % 16 == 0),
           "what is kept must begin on 16 bytes and hold whole groups of 64 columns, rows at multiples of 8 elements");
@@ -242,7 +248,7 @@ void launch_forward(const ForwardCall& call, cudaStream_t stream) {
   for (int64_t first = 0; first < call.rows; first += plan.chunk_rows) {
     const int64_t rows = std::min(plan.chunk_rows, call.rows - first);
     if (plan.path == kRows128 || plan.path == kRows64)
-      launch_wgmma_chunk(call, plan, first, rows, multiprocessors, stream);
+      launch_wgmma_chunk(call, plan, first, rows, multiprocessors, stream, left);
     else
       launch_plain_chunk(call, plan, first, rows, stream);
     check_launch("forward");

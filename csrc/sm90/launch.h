@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "sm90/schedule.h"
+
 namespace vocabshard::sm90 {
 
 enum Element : int32_t { kBfloat16 = 0, kHalf = 1, kFloat = 2 };
@@ -92,13 +94,13 @@ struct ForwardCall {
   float* logits;  // [rows, columns] or null
   int64_t logits_row;
   GroupMaxima maxima;  // beside logits, where gives_maxima
-  KeptRows kept;      // by kRows128 and kRows64 alone
-  DrawRows draw;      // by kRows64 alone, without a cut, entropy and target_ids
-  DrawnRows drawn;    // without records
-  TopkRows top;       // by kRows128 alone, without entropy, in one launch
-  int64_t* records;   // [4 or 7, rows], with a draw [6, rows]; null: rows are folded at once, as of a group of one
-  FoldRows fold;      // for then
-  void* workspace;    // forward_workspace bytes, aligned to 256
+  KeptRows kept;       // by kRows128 and kRows64 alone
+  DrawRows draw;       // by kRows64 alone, without a cut, entropy and target_ids
+  DrawnRows drawn;     // without records
+  TopkRows top;        // by kRows128 alone, without entropy, in one launch
+  int64_t* records;    // [4 or 7, rows], with a draw [6, rows]; null: rows are folded at once, as of a group of one
+  FoldRows fold;       // for then
+  void* workspace;     // forward_workspace bytes, aligned to 256
   int32_t path;
 };
 
@@ -112,7 +114,17 @@ struct ForwardPlan {
 
 bool tma_can_read(const void* base, int64_t row_stride, int64_t column_stride);
 ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors);
-void launch_forward(const ForwardCall& call, cudaStream_t stream);
+constexpr int64_t kUnmergedRows = 128;  // that a forward may leave
+
+// Rows whose partials wait to be merged, by merge_row.cuh.
+struct UnmergedRows {
+  const int64_t* partials;  // as in WgmmaParams; null: there are none
+  Schedule schedule;
+  int32_t block_rows;
+};
+
+// `left`: where gives_maxima, rows are not merged, and there is no record.
+void launch_forward(const ForwardCall& call, cudaStream_t stream, UnmergedRows* left = nullptr);
 
 struct FoldCall {
   const int64_t* records;  // [ranks, 4 or 7, rows], merged in ascending order
@@ -126,7 +138,7 @@ void launch_fold(const FoldCall& call, cudaStream_t stream);
 // records [ranks, 6, rows] of a draw: the first of the ranks' winners is the target.
 void launch_fold_drawn(const FoldCall& call, const DrawnRows& drawn, cudaStream_t stream);
 
-// Whether a forward that writes logits can give the maxima of its groups too.
+// Whether a forward that writes logits can give the maxima of its groups too, and leave rows to be merged.
 bool gives_maxima(const ForwardCall& call, int32_t multiprocessors);
 // Whether a forward can draw: by shape, strides, and where this rank's columns begin.
 bool draws_beside(const ForwardCall& call, int32_t multiprocessors);

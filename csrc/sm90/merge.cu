@@ -1,8 +1,7 @@
-#include "contract.h"
 #include "sm90/check.h"
 #include "sm90/draw.h"
 #include "sm90/fold.h"
-#include "sm90/merge.h"
+#include "sm90/merge_row.cuh"
 #include "sm90/ptx.h"
 
 namespace vocabshard::sm90 {
@@ -11,19 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;        // of merge_splits, and where a row's partials are few
 constexpr int kOneRowThreads = 128;  // where they are many
-
-// Every kLanes lanes hold partials of one row, and get them merged: first the maximum, then sums of what is left.
-template <bool kEntropy, int kLanes>
-VS_DEVICE void merge_lanes(Partial& p) {
-  float y_max = p.y_max;
-  for (int by = kLanes / 2; by > 0; by /= 2) y_max = max_nan(y_max, __shfl_xor_sync(~0u, y_max, by));
-  partial_raise(p, y_max);
-  for (int by = kLanes / 2; by > 0; by /= 2)
-    for (int i = 0; i < kLimbs; ++i) {
-      p.c[i] += __shfl_xor_sync(~0u, p.c[i], by);
-      if (kEntropy) p.u[i] += __shfl_xor_sync(~0u, p.u[i], by);
-    }
-}
 
 template <bool kEntropy>
 VS_DEVICE void store(const Merged& out, int64_t row, Partial& p, int64_t target_id) {
@@ -47,26 +33,6 @@ VS_DEVICE void store_drawn(const Merged& out, int64_t row, Partial& p, Winner w,
 }
 
 __device__ int64_t made_up;  // read as a rehearsal's partials
-
-// The partials of one row: those of the CTAs that had its block of rows.
-struct RowPartials {
-  const Schedule& schedule;
-  int32_t block, unit, ctas, first, count;  // of all CTAs that had it
-
-  VS_DEVICE RowPartials(const Schedule& s, int32_t block_of_rows) : schedule(s), block(block_of_rows) {
-    unit = s.share_columns ? block / 2 : block;
-    ctas = s.share_columns ? 1 : 2;
-    first = first_cluster(s, unit);
-    count = ctas * (last_cluster(s, unit) - first + 1);
-  }
-
-  // Which block of records, or -1.
-  VS_DEVICE int64_t place(int32_t i) const {
-    if (i >= count) return -1;
-    const int32_t cluster = first + i / ctas, rank = schedule.share_columns ? block % 2 : i % 2;
-    return (2ll * cluster + rank) * places(schedule) + (unit - first_unit(schedule, cluster));
-  }
-};
 
 // kRowThreads threads look through the partials of each of kRows rows.
 //

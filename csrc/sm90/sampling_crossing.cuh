@@ -14,6 +14,7 @@ struct CrossingShared {
   Bin bins[kCrossingBins];
   int64_t few[kFewPlaces], few_mass[kFewPlaces];
   int64_t words[kThreads / 32][kLimbs];
+  Partial of_warp[kThreads / 32];
   int64_t above, answer;
   int32_t bin;
   uint32_t count, few_count;

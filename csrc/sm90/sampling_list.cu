@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 6)
     }
     const float* const of_groups = real ? work.maxima + n * kRowMaxima : made_up;
     Maxima maxima(of_groups, (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns);
-    const Partial uncut = real ? record_load<false>(call.uncut + n, p.rows) : Partial{};
+    const Partial uncut = real ? uncut_of<kThreads>(call, n, s.of_warp) : Partial{};
     const float y_max = uncut.y_max;
     if (!usable(row, y_max)) {
       if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);

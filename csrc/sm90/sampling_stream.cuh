@@ -3,6 +3,7 @@
 
 #include "sm90/fold.h"
 #include "sm90/logits_share.cuh"
+#include "sm90/merge_row.cuh"
 #include "sm90/sampling_clock.cuh"
 #include "sm90/sampling_stream.h"
 
@@ -99,6 +100,13 @@ VS_DEVICE int64_t who_is(int64_t id, float z) { return (id << 32) + static_cast<
 
 VS_DEVICE Row row_of(const SamplingRows& p, int64_t n) {
   return {n, columns_of(p, n), scale_of(p, n), p.draw ? p.row_keys[n] : 0, true};
+}
+
+// The partial of all columns, for every thread of a CTA.
+template <int kThreads>
+VS_DEVICE Partial uncut_of(const SamplingStream& call, int64_t n, Partial* of_warp) {
+  if (call.unmerged.partials != nullptr) return merge_row<kThreads>(call.unmerged, n, of_warp);
+  return record_load<false>(call.uncut + n, call.rows.rows);
 }
 
 // A row's results, by one thread: `partial` has the sums of what is kept.

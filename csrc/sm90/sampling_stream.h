@@ -14,11 +14,12 @@ constexpr int64_t kMostStreamBytes = 64 << 20;  // of workspace
 
 struct SamplingStream {
   SamplingRows rows;     // whole ones; cut, records, and drawn where it draws, are there
-  const int64_t* uncut;  // [4, rows]: records of all columns, of any target
-  void* workspace;       // sampling_stream_row_bytes() for each row, aligned to 128
-  bool maxima_there;     // those of sampling_stream_maxima
-  bool folds;            // rows at once, as of a group of one, with drawn tokens for targets
-  FoldRows fold;         // for then
+  const int64_t* uncut;  // [4, rows]: records of all columns, of any target; or they are
+  UnmergedRows unmerged;
+  void* workspace;    // sampling_stream_row_bytes() for each row, aligned to 128
+  bool maxima_there;  // those of sampling_stream_maxima
+  bool folds;         // rows at once, as of a group of one, with drawn tokens for targets
+  FoldRows fold;      // for then
 };
 
 // Where in a workspace the maxima of groups are looked for; a launch makes them where they are not there.

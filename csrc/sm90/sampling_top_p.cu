@@ -46,6 +46,7 @@ struct Shared {
   int64_t few[kFew], few_mass[kFew];  // of the row, in the first CTA
   int64_t words[kWarps][kLimbs];
   Sums of_warp[kWarps];
+  Partial partials[kWarps];
   // for others
   Sums sums;
   int64_t best;
@@ -555,14 +556,14 @@ constexpr float kMadeUpTotal = 3.03f;
 template <int kCtas, bool kDraw>
 __global__ void __launch_bounds__(kThreads, 6)
     top_p_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t stride, float left_out,
-                 bool rehearse) {
+                 int32_t rehearsing) {
   __shared__ Shared s;
   const SamplingRows& p = call.rows;
   const int64_t n = blockIdx.x / kCtas;
   const auto rank = static_cast<int>(cg::this_cluster().block_rank());
   ptx::grid_launch_next();
 #pragma unroll 1
-  for (int pass = rehearse ? 0 : 1; pass < 2; ++pass) {
+  for (int pass = n < rehearsing ? 0 : 1; pass < 2; ++pass) {
     const bool real = pass == 1;
     int32_t begin = kTile * rank, each = kTile;
     Row row = {n, {made_up - begin, kTile * kCtas, 0}, 1.0f, 0, false};
@@ -570,7 +571,7 @@ __global__ void __launch_bounds__(kThreads, 6)
     if (real) {
       ptx::grid_wait();
       row = row_of(p, n);
-      uncut = record_load<false>(call.uncut + n, p.rows);
+      uncut = uncut_of<kThreads>(call, n, s.partials);
       begin = min(part_columns * rank, row.columns.valid), each = min(part_columns, row.columns.valid - begin);
     }
     if (!usable(row, uncut.y_max)) {  // nobody of the cluster waits
@@ -600,7 +601,8 @@ void launch(const SamplingStream& call, cudaStream_t stream) {
   int32_t stride = 1;
   while (stride < 4 && p.valid > 65536 * stride) stride *= 2;
   const auto left_out = static_cast<float>(1.0 - static_cast<double>(p.step[0].number) * 0x1p-30);
-  const bool waits = call.maxima_there && p.rows <= multiprocessor_count();
+  // as many as come early; others find what these have fetched
+  const int32_t waits = call.maxima_there ? multiprocessor_count() / kCtas : 0;
   launch_grid_of_clusters(kernel, p.rows * kCtas, kThreads, 0, kCtas, stream, call, part_columns, stride, left_out,
                           waits);
 }
