@@ -192,6 +192,50 @@ def test_whole_calls_under_a_program(n: int, v: int, dtype: torch.dtype, monkeyp
                 assert_same_bytes(getattr(out, name), getattr(want, name), f"{program.transforms}, {time}: {name}")
 
 
+def rows_that_are(v: int) -> Tensor:
+    """Logits of bf16 [12, V]: what lists of candidates have room for, and what they have not."""
+    g = torch.Generator(device="cuda").manual_seed(v)
+    z = torch.randn(12, v, generator=g, device="cuda")
+    z[1] *= 2.5  # flat: a fifth of the columns has 95% of the mass
+    z[2] *= 5  # peaked: few have
+    z[3, v // 3] += 40  # one has
+    z[4] = (2 * z[4]).round() / 2  # ties
+    z[5] = 0.0  # nothing else
+    z[6] = z[6].sort().values  # ascending
+    z[7, 1000:1100] += 15  # the best stand together
+    z[8, :: v // 300] += 11  # 300 of many groups
+    z[9, 64 : 64 + 9000] = 7.0  # more equals than are listed
+    z[10] *= 60
+    z[11, 5] = float("nan")
+    return z.bfloat16()
+
+
+@pytest.mark.parametrize("n, v, padding", [(12, 50304, 7), (12, 151936, 0), (70, 20032, 64), (12, 700, 3)])
+def test_whole_calls_of_any_rows(n: int, v: int, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the maxima that a forward leaves, from logits that came without, and by clusters that hold whole rows."""
+    from vocabshard.kernels import sm90_sampling
+
+    z = rows_that_are(v)
+    hidden = torch.eye(12, 64, device="cuda").bfloat16().repeat(-(-n // 12), 1)[:n]
+    weight = torch.zeros(v, 64, dtype=BF16, device="cuda")
+    weight[:, :12] = z.T
+    for program in [
+        *(SamplingProgram.of(temperature=t, top_k=k) for t, k in ((1.0, 1), (0.8, 20), (2.0, 100), (1.0, 256))),
+        *(SamplingProgram.of(temperature=t, top_p=p) for t, p in ((1.0, 0.95), (0.8, 0.3), (1.5, 0.999), (1.0, 1e-6))),
+        SamplingProgram.of(0.8, 0.01, 50, 0.95), SamplingProgram((("top_k", 200), ("top_p", 0.8), ("min_p", 0.05))),
+    ]:  # fmt: skip
+        options = {"program": program, "seed": 3, "real_vocab_size": v - padding, "return_lse": True}
+        got = [vs.vocab_parallel_sample(hidden, weight, **options) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr("vocabshard.sample.draw_at_once", lambda *given: None)
+            got.append(vs.vocab_parallel_sample(hidden, weight, **options))
+            patch.setattr(sm90_sampling, "STREAM_BYTES", 0)
+            want = vs.vocab_parallel_sample(hidden, weight, **options)
+        for name in ("token", "cut", "logp", "lse"):
+            for way, out in enumerate(got):
+                assert_same_bytes(getattr(out, name), getattr(want, name), f"{program.transforms}, {way}: {name}")
+
+
 def test_what_is_not_drawn_so() -> None:
     from vocabshard.kernels import sm90
 

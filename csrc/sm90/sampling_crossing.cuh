@@ -145,10 +145,16 @@ VS_DEVICE int64_t cut_at(const Source& source, int64_t place, bool split) {
   return __syncthreads_or(behind) ? place : place & ~int64_t{0xffffffff};
 }
 
+// What all columns' masses come to, at least and at most; high = 0: what those of the source do.
+struct Total {
+  int64_t low, high;
+};
+
 // The row's cut, of a source that holds all columns the steps may keep, between two orders. False: it does not.
 template <int kThreads, class Source>
 __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThreads>& s, const SamplingRows& p,
-                                      const Row& row, float y_max, int32_t lowest, int32_t highest, int64_t& cut) {
+                                      const Row& row, float y_max, int32_t lowest, int32_t highest, const Total& all,
+                                      int64_t& cut) {
   const float scale = row.scale;
   const int32_t k_max = exp_k(clamp_logit(y_max));
   cut = kKeepAll;
@@ -174,7 +180,12 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThre
         source.each([&](int64_t place) { total.x[0] += place >= cut ? weigh(place) : 0; });
         wanted = share_of(step.number, over_block<kThreads / 32>(s.words, total, Sum()).x[0]);
       }
+      const bool whole = by_mass && k == 0 && all.high > 0;
+      if (whole) wanted = share_of(step.number, all.high);
       if (!crossing(source, s, weigh, wanted, by_mass ? max(low, cut) : low, high, next)) return false;
+      int64_t least;
+      if (whole && (!crossing(source, s, weigh, share_of(step.number, all.low), low, high, least) || least != next))
+        return false;
       next = cut_at(source, next, by_mass);
     }
     cut = max(cut, next);

@@ -9,7 +9,7 @@ namespace vocabshard::sm90::sampling {
 // are.
 template <int kThreads>
 VS_DEVICE int32_t keep_best(const SamplingRows& p, const Row& row, float y_max, int64_t place, int32_t count,
-                            CrossingShared<kThreads>& s) {
+                            const Total& total, CrossingShared<kThreads>& s) {
   const auto i = static_cast<int32_t>(threadIdx.x), order = static_cast<int32_t>(place >> 32);
   const float y = mul(logit_of(order), row.scale);
   int32_t kept = count;
@@ -29,15 +29,21 @@ VS_DEVICE int32_t keep_best(const SamplingRows& p, const Row& row, float y_max, 
       const int64_t up_to = up_to_thread<kThreads / 32>(s.words, mass);
       if (i == kThreads - 1) s.above = up_to;
       __syncthreads();
-      kept = min(kept, 1 + __syncthreads_count(i < kept && up_to < share_of(step.number, s.above)));
+      const bool whole = k == 0 && total.high > 0;  // of more than the listed
+      const int64_t most = share_of(step.number, whole ? total.high : s.above);
+      if (most > s.above) return 0;
+      const int32_t before = __syncthreads_count(i < kept && up_to < most);
+      if (whole && before != __syncthreads_count(i < kept && up_to < share_of(step.number, total.low))) return 0;
+      kept = min(kept, 1 + before);
     }
   }
   return kept;
 }
 
-// `count` places in s.few, at most kThreads, which are all that the steps may keep. False: they are not.
+// `count` places in s.few, at most kThreads, which are all that the steps may keep. False: they are not, or `total`
+// does not tell.
 template <int kThreads>
-VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_max, int32_t count,
+VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_max, int32_t count, const Total& total,
                           CrossingShared<kThreads>& s) {
   static_assert(kThreads == kFewPlaces);
   const SamplingRows& p = call.rows;
@@ -52,7 +58,7 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
   if (i < count) s.few_mass[better] = place;
   __syncthreads();
   place = s.few_mass[i];
-  const int32_t kept = keep_best(p, row, y_max, place, count, s);
+  const int32_t kept = keep_best(p, row, y_max, place, count, total, s);
   if (kept == 0) return false;
   int64_t cut = s.few_mass[kept - 1];
   if (kept == count || s.few_mass[kept] >> 32 != cut >> 32) cut &= ~int64_t{0xffffffff};  // none of its equals is left

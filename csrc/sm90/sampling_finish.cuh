@@ -20,10 +20,11 @@ __device__ __noinline__ void race_over_all(const SamplingRows& p, const Row& row
 }
 
 // `listed`: candidates, whose y are at least `low`, and no other column's; their places take their place. More than
-// kListed: they are not all there.
+// kListed: they are not all there. False: `total` does not tell.
 template <int kThreads>
-__device__ __noinline__ void finish_row(const SamplingStream& call, const Row& row, float y_max, float low,
-                                        uint32_t count, int64_t* listed, CrossingShared<kThreads>& s) {
+__device__ __noinline__ bool finish_row(const SamplingStream& call, const Row& row, float y_max, float low,
+                                        uint32_t count, int64_t* listed, const Total& total,
+                                        CrossingShared<kThreads>& s) {
   const SamplingRows& p = call.rows;
   const Columns& columns = row.columns;
   int64_t cut = kKeepAll;
@@ -45,11 +46,12 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, const Row& r
     }
     __syncthreads();
     const Listed<kThreads> source = {listed, static_cast<int32_t>(count)};
-    found = find_cut(source, s, p, row, y_max, s.lowest, s.highest, cut);
+    found = find_cut(source, s, p, row, y_max, s.lowest, s.highest, total, cut);
   }
+  if (!found && total.high > 0) return false;
   if (!found) {
     const float inf = -neg_inf();
-    find_cut(WholeRow<kThreads>{columns}, s, p, row, y_max, order_of(neg_inf()), order_of(inf), cut);
+    find_cut(WholeRow<kThreads>{columns}, s, p, row, y_max, order_of(neg_inf()), order_of(inf), {}, cut);
   }
   Race race;
   if (found) {
@@ -71,6 +73,7 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, const Row& r
   }
   const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race);
   if (threadIdx.x == 0) put_row(call, row, cut, whole.first(), whole.partial(y_max));
+  return true;
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -4,14 +4,15 @@
 // once: masses are summed exactly, what is above is kept for sure, and raced and summed at once, what lies between is
 // listed. The cluster finds the cut among the listed, and races and sums those.
 //
+// Where the maxima of groups say that few of them can have what is kept, the first CTA does all, from the columns of
+// these alone.
+//
 // As in sampling_list.cu a made-up row has the code fetched while the forward still runs.
 #include <cooperative_groups.h>
 
-#include <cfloat>
-
 #include "sm90/launch.h"
 #include "sm90/sampling_grids.h"
-#include "sm90/sampling_race.cuh"
+#include "sm90/sampling_maxima.cuh"
 
 namespace vocabshard::sm90::sampling {
 
@@ -19,16 +20,17 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kThreads = kFewThreads, kWarps = kThreads / 32;
 constexpr int kPieces = 4;                       // float4s that a thread loads at once
 constexpr int kDepths = 4096, kDepthShift = 14;  // bins of depth d = y_max - y, by the bits of d + 1: 512 an octave
 constexpr float kSigmas = 4.0f, kBias = 0.004f;  // of an estimated mass; a quarter of a bin's width
 constexpr float kUnseen = 10.0f;                 // times the stride: as many columns the sample does not miss
 constexpr int kPlaceBits = 9, kPlaceBins = 1 << kPlaceBits;
 constexpr int kOwnListed = 1664, kFew = 128;  // places of a CTA's list; of a row that are compared with each other
-constexpr int kBatch = 32 * kPieces;          // columns of a thread whose masses fit into 32 bits
-constexpr int kHighBits = 18;                 // of a mass, below its high part
-constexpr float kHigh = 0x1p+41f;             // one unit in its last place is 2^kHighBits
+constexpr int kPeakedGroups = 192;
+constexpr int kBatch = 32 * kPieces;  // columns of a thread whose masses fit into 32 bits
+constexpr int kHighBits = 18;         // of a mass, below its high part
+constexpr float kHigh = 0x1p+41f;     // one unit in its last place is 2^kHighBits
 
 struct Sums {
   float mass, squares;
@@ -333,7 +335,7 @@ VS_DEVICE void collect(const SamplingRows& p, const Slice& slice, const Bracket&
 }
 
 // A CTA's part of what the crossing is looked for in.
-struct Listed {
+struct Own {
   const int64_t* places;
   int32_t count;
 
@@ -522,7 +524,7 @@ VS_DEVICE void run(const SamplingStream& call, const Row& whole_row, const Slice
   int64_t cut;
   const Words<2> range = range_of(lowest, highest);
   if (listed && wanted > sums.x[1] &&
-      find_cut<kCtas>(Listed{s.list, static_cast<int32_t>(s.count)}, slice, wanted - sums.x[1], range.x[0], range.x[1],
+      find_cut<kCtas>(Own{s.list, static_cast<int32_t>(s.count)}, slice, wanted - sums.x[1], range.x[0], range.x[1],
                       cut, s)) {
     finish<kDraw>(p, slice, bracket, cut, race, s);
   } else {
@@ -549,15 +551,51 @@ VS_DEVICE void run(const SamplingStream& call, const Row& whole_row, const Slice
   cluster_sync();  // nobody leaves before it has been read
 }
 
-// The slice that every CTA has of a made-up row.
-__device__ float made_up[kTile] = {0, -2, -2, -2, -2, -2, -2, -2, -2, -2, -2, -2, -2, -2, -2, -2};
-constexpr float kMadeUpTotal = 3.03f;
+// Of a row of which few groups are read, by the first CTA. False: it is not one, or that does not tell.
+template <int kCtas>
+VS_DEVICE bool finish_peaked(const SamplingStream& call, const Row& row, const Partial& uncut, const float* of_groups,
+                             float total, float left_out, int rank, FewShared& s) {
+  const float y_max = uncut.y_max;
+  if (y_max < -kLogitLimit + 256.0f) return false;
+  Maxima maxima(of_groups, (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns);
+  const float low = bound_of_rest(maxima, row.scale, y_max, total * left_out, kPeakedGroups, s);
+  if (low == -FLT_MAX) return false;
+  if (rank == 0) {
+    // tiles are rounded four times each, masses once, and this some times
+    const double mass = static_cast<double>(total) * static_cast<double>(exp_split(clamp_logit(y_max)).p);
+    const Total all = {static_cast<int64_t>(mass * (0x1p+40 - 0x1p+20)),
+                       static_cast<int64_t>(mass * (0x1p+40 + 0x1p+20))};
+    int64_t* const list = Workspace(call.workspace, call.rows.rows).candidates + row.n * kListed;
+    const uint32_t count = list_columns(row, list_groups(maxima, row.scale, low, s), low, list, s);
+    const bool done = count <= kFewPlaces ? finish_few(call, row, y_max, static_cast<int32_t>(count), all, s)
+                                          : finish_row(call, row, y_max, low, count, list, all, s);
+    if (threadIdx.x < kCtas) of_rank(&s, threadIdx.x)->last = done;
+  }
+  cluster_sync();
+  const bool done = s.last;
+  cluster_sync();
+  return done;
+}
+
+// A row of a tile for every CTA, of which e^0 and 15 e^-2 are added up.
+struct MadeUp {
+  float z[16 * kTile], maxima[16 * kTile / kMaximaColumns];
+
+  constexpr MadeUp() : z(), maxima() {
+    for (int i = 0; i < 16 * kTile; ++i) z[i] = i % kTile == 0 ? 0.0f : -2.0f;
+  }
+};
+__device__ const MadeUp made_up;
+constexpr float kMadeUpTile = 3.03f;
 
 template <int kCtas, bool kDraw>
 __global__ void __launch_bounds__(kThreads, 6)
     top_p_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t stride, float left_out,
                  int32_t rehearsing) {
-  __shared__ Shared s;
+  __shared__ union {
+    FewShared few;
+    Shared many;
+  } s;
   const SamplingRows& p = call.rows;
   const int64_t n = blockIdx.x / kCtas;
   const auto rank = static_cast<int>(cg::this_cluster().block_rank());
@@ -566,12 +604,12 @@ __global__ void __launch_bounds__(kThreads, 6)
   for (int pass = n < rehearsing ? 0 : 1; pass < 2; ++pass) {
     const bool real = pass == 1;
     int32_t begin = kTile * rank, each = kTile;
-    Row row = {n, {made_up - begin, kTile * kCtas, 0}, 1.0f, 0, false};
+    Row row = {n, {made_up.z, kTile * kCtas, 0}, 1.0f, 0, false};
     Partial uncut = {};
     if (real) {
       ptx::grid_wait();
       row = row_of(p, n);
-      uncut = uncut_of<kThreads>(call, n, s.partials);
+      uncut = uncut_of<kThreads>(call, n, s.many.partials);
       begin = min(part_columns * rank, row.columns.valid), each = min(part_columns, row.columns.valid - begin);
     }
     if (!usable(row, uncut.y_max)) {  // nobody of the cluster waits
@@ -580,8 +618,17 @@ __global__ void __launch_bounds__(kThreads, 6)
     }
     Slice slice = {row, uncut.y_max, exp_k(clamp_logit(uncut.y_max)), rank};
     slice.row.columns = {row.columns.row + begin, each, row.columns.vocab_start + begin};
-    const float total = real ? total_of(uncut) : kMadeUpTotal * kCtas;
-    run<kCtas, kDraw>(call, row, slice, real ? stride : 1, total * left_out, s);
+    const float total = real ? total_of(uncut) : kMadeUpTile * kCtas;
+    if (call.maxima_there) {
+      const Workspace work(call.workspace, p.rows);
+      const float* const of_groups = real ? work.maxima + n * kRowMaxima : made_up.maxima;
+      // of the made-up row one column of each tile is to be kept
+      const bool done =
+          finish_peaked<kCtas>(call, row, uncut, of_groups, real ? total : kCtas, real ? left_out : 3.0f, rank, s.few);
+      if (done && real) return;
+    }
+    __syncthreads();
+    run<kCtas, kDraw>(call, row, slice, real ? stride : 1, total * left_out, s.many);
   }
 }
 
