@@ -64,7 +64,8 @@ RowWork row_work(const ForwardCall& call, int64_t first, int64_t rows) {
   work.cut = call.cut == nullptr ? nullptr : call.cut + first;
   work.logits = call.logits == nullptr ? nullptr : call.logits + first * call.logits_row;
   work.logits_stride = call.logits_row;
-  work.maxima = {from(call.maxima.at, first * call.maxima.row_stride), call.maxima.row_stride};
+  work.maxima = call.maxima;
+  work.maxima.at = from(call.maxima.at, first * call.maxima.row_stride);
   work.kept = call.kept;
   work.kept.rows = static_cast<int32_t>(std::max<int64_t>(0, std::min<int64_t>(call.kept.rows - first, rows)));
   if (work.kept.rows == 0) {

@@ -87,8 +87,7 @@ VS_DEVICE void finish_tile(Accumulator<kMBlocks, kGroups>& acc, const WgmmaParam
   } else if (work.logits != nullptr) {
     leave_out_padding(acc, valid, q);
     store_logits(acc, work, first_row, first_column, columns, warp, lane);
-    if (kMBlocks == 1 && work.maxima.at != nullptr)
-      store_maxima(acc, work, first_row, first_column, valid, warp, lane);
+    if (kMBlocks == 1 && work.maxima.at != nullptr) store_maxima(acc, work, first_row, first_column, valid, warp, lane);
   }
   if constexpr (kDraw) {
     draw_tile(acc, work, p.draw.seed, *reinterpret_cast<DrawState*>(base + Layout::kDrawn), first_row, first_column,
@@ -227,6 +226,12 @@ VS_DEVICE void forward(const WgmmaParams& p, char* base) {
   const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
   const int32_t cluster = blockIdx.x / 2, count = tile_count(p.schedule, cluster);
   start_ring<kMBlocks, kGroups, Layout::kRing>(p.operands, shared);
+  // for who is launched beside this grid, and asks whether it is worth while to prepare
+  const bool tells = kMBlocks == 1 && !kDraw && p.work.maxima.at != nullptr && threadIdx.x == 0;
+  if (tells && blockIdx.x == 0) {
+    *static_cast<volatile int32_t*>(p.work.maxima.ending) = 0;
+    __threadfence();
+  }
   ptx::grid_launch_next();
   if (warp < kWarpgroup / 32) {
     ptx::registers_lower<kProducerRegisters>();
@@ -239,6 +244,7 @@ VS_DEVICE void forward(const WgmmaParams& p, char* base) {
     consume<Element, kEntropy, kDraw, kTop, kMBlocks, kGroups>(p, base, shared, count);
   }
   finish_ring();
+  if (tells) *static_cast<volatile int32_t*>(p.work.maxima.ending) = 1;
 }
 
 template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups, bool kTop = false>

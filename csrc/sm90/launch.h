@@ -64,6 +64,7 @@ struct KeptRows {
 struct GroupMaxima {
   float* at;  // null: not wanted
   int64_t row_stride;
+  int32_t* ending;  // is 1 once a CTA of the forward has ended, 0 before
 };
 
 // The best columns are ranked beside, those of before and these, and those that are better than the target counted.

@@ -15,7 +15,7 @@ namespace {
 __device__ float made_up[kMaximaColumns];  // columns, all equal, and the maximum of their group
 
 __global__ void __launch_bounds__(kFewThreads, 6)
-    list_kernel(const __grid_constant__ SamplingStream call, int32_t wanted, bool rehearse) {
+    list_kernel(const __grid_constant__ SamplingStream call, int32_t wanted) {
   __shared__ FewShared s;
   const SamplingRows& p = call.rows;
   const Workspace work(call.workspace, p.rows);
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kFewThreads, 6)
   int64_t* const list = work.candidates + n * kListed;
   ptx::grid_launch_next();
 #pragma unroll 1
-  for (int pass = rehearse ? 0 : 1; pass < 2; ++pass) {
+  for (int pass = call.maxima_there && __syncthreads_or(work.early()) ? 0 : 1; pass < 2; ++pass) {
     const bool real = pass == 1;
     Row row = {n, {made_up, kMaximaColumns, 0}, 1.0f, 0, false};
     if (real) {
@@ -40,10 +40,8 @@ __global__ void __launch_bounds__(kFewThreads, 6)
     }
     float low;
     const uint32_t count = list_best(row, maxima, y_max, real ? wanted : 1, list, low, s);
-    if (count <= kFewPlaces)
-      finish_few(call, row, y_max, static_cast<int32_t>(count), {}, s);
-    else
-      finish_row(call, row, y_max, low, count, list, {}, s);
+    if (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), {}, s)) continue;
+    finish_row(call, row, y_max, low, count, list, {}, s);
   }
 }
 
@@ -95,8 +93,7 @@ void launch_list(const SamplingStream& call, cudaStream_t stream) {
                                cudaSharedmemCarveoutMaxShared),
           "shared memory of the sampling kernel");
   });
-  const bool waits = call.maxima_there && call.rows.rows <= multiprocessor_count();
-  launch_grid(list_kernel, call.rows.rows, kFewThreads, 0, stream, call, wanted, waits);
+  launch_grid(list_kernel, call.rows.rows, kFewThreads, 0, stream, call, wanted);
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -30,7 +30,8 @@ Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots) {
 int64_t sampling_stream_row_bytes() { return sampling::kRowBytes; }
 
 GroupMaxima sampling_stream_maxima(void* workspace, int64_t rows) {
-  return {sampling::Workspace(workspace, rows).maxima, sampling::kRowMaxima};
+  const sampling::Workspace work(workspace, rows);
+  return {work.maxima, sampling::kRowMaxima, work.ending};
 }
 
 bool streams_rows(const SamplingRows& call) {

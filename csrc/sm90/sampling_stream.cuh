@@ -11,14 +11,20 @@ namespace vocabshard::sm90::sampling {
 
 constexpr int kListed = 8192;  // candidates of a row
 constexpr int32_t kMaximaColumns = 64;
-constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns;
+constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns + 32;  // and room for `ending`
 
 struct Workspace {
   int64_t* candidates;  // [rows, kListed]: bits of z, and the column below
   float* maxima;        // [rows, kRowMaxima] of groups
+  int32_t* ending;      // GroupMaxima's
 
   __host__ __device__ Workspace(void* memory, int64_t rows)
-      : candidates(static_cast<int64_t*>(memory)), maxima(reinterpret_cast<float*>(candidates + rows * kListed)) {}
+      : candidates(static_cast<int64_t*>(memory)),
+        maxima(reinterpret_cast<float*>(candidates + rows * kListed)),
+        ending(reinterpret_cast<int32_t*>(maxima + rows * kRowMaxima) - 1) {}
+
+  // Whether the forward that this grid waits for goes on for a while.
+  VS_DEVICE bool early() const { return *static_cast<volatile const int32_t*>(ending) == 0; }
 };
 constexpr int64_t kRowBytes = 8 * kListed + 4 * kRowMaxima;
 

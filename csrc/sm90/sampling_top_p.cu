@@ -28,6 +28,7 @@ constexpr float kUnseen = 10.0f;                 // times the stride: as many co
 constexpr int kPlaceBits = 9, kPlaceBins = 1 << kPlaceBits;
 constexpr int kOwnListed = 1664, kFew = 128;  // places of a CTA's list; of a row that are compared with each other
 constexpr int kPeakedGroups = 192;
+constexpr int kRowsOfWide = 6;        // clusters of 16 CTAs, for each of which a GPC needs to have room
 constexpr int kBatch = 32 * kPieces;  // columns of a thread whose masses fit into 32 bits
 constexpr int kHighBits = 18;         // of a mass, below its high part
 constexpr float kHigh = 0x1p+41f;     // one unit in its last place is 2^kHighBits
@@ -61,7 +62,7 @@ struct Shared {
   int32_t found_bin;
   uint32_t found_count, few_count;
   int64_t found_above, answer;
-  bool behind;
+  bool behind, early;
   float bound;
 };
 static_assert(sizeof(Shared) <= 25 << 10, "a CTA of the forward for few rows leaves 26 KiB");
@@ -590,8 +591,7 @@ constexpr float kMadeUpTile = 3.03f;
 
 template <int kCtas, bool kDraw>
 __global__ void __launch_bounds__(kThreads, 6)
-    top_p_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t stride, float left_out,
-                 int32_t rehearsing) {
+    top_p_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t stride, float left_out) {
   __shared__ union {
     FewShared few;
     Shared many;
@@ -599,9 +599,14 @@ __global__ void __launch_bounds__(kThreads, 6)
   const SamplingRows& p = call.rows;
   const int64_t n = blockIdx.x / kCtas;
   const auto rank = static_cast<int>(cg::this_cluster().block_rank());
+  const Workspace work(call.workspace, p.rows);
   ptx::grid_launch_next();
+  if (rank == 0 && threadIdx.x < kCtas) *of_rank(&s.many.early, threadIdx.x) = call.maxima_there && work.early();
+  cluster_sync();
+  const int first_pass = s.many.early ? 0 : 1;
+  cluster_sync();
 #pragma unroll 1
-  for (int pass = n < rehearsing ? 0 : 1; pass < 2; ++pass) {
+  for (int pass = first_pass; pass < 2; ++pass) {
     const bool real = pass == 1;
     int32_t begin = kTile * rank, each = kTile;
     Row row = {n, {made_up.z, kTile * kCtas, 0}, 1.0f, 0, false};
@@ -620,7 +625,6 @@ __global__ void __launch_bounds__(kThreads, 6)
     slice.row.columns = {row.columns.row + begin, each, row.columns.vocab_start + begin};
     const float total = real ? total_of(uncut) : kMadeUpTile * kCtas;
     if (call.maxima_there) {
-      const Workspace work(call.workspace, p.rows);
       const float* const of_groups = real ? work.maxima + n * kRowMaxima : made_up.maxima;
       // of the made-up row one column of each tile is to be kept
       const bool done =
@@ -648,17 +652,14 @@ void launch(const SamplingStream& call, cudaStream_t stream) {
   int32_t stride = 1;
   while (stride < 4 && p.valid > 65536 * stride) stride *= 2;
   const auto left_out = static_cast<float>(1.0 - static_cast<double>(p.step[0].number) * 0x1p-30);
-  // as many as come early; others find what these have fetched
-  const int32_t waits = call.maxima_there ? multiprocessor_count() / kCtas : 0;
-  launch_grid_of_clusters(kernel, p.rows * kCtas, kThreads, 0, kCtas, stream, call, part_columns, stride, left_out,
-                          waits);
+  launch_grid_of_clusters(kernel, p.rows * kCtas, kThreads, 0, kCtas, stream, call, part_columns, stride, left_out);
 }
 
 }  // namespace
 
 void launch_top_p(const SamplingStream& call, cudaStream_t stream) {
   const SamplingRows& p = call.rows;
-  if (16 * p.rows <= 6 * multiprocessor_count())
+  if (p.rows <= kRowsOfWide)
     p.draw ? launch<16, true>(call, stream) : launch<16, false>(call, stream);
   else
     p.draw ? launch<8, true>(call, stream) : launch<8, false>(call, stream);
