@@ -2,7 +2,9 @@
 // these turn out not to be enough, all columns of a row.
 #pragma once
 
-#include "sm90/sampling_stream.cuh"
+#include <cfloat>
+
+#include "sm90/sampling_race.cuh"
 
 namespace vocabshard::sm90::sampling {
 
@@ -191,6 +193,54 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThre
     cut = max(cut, next);
   }
   return true;
+}
+
+VS_DEVICE int64_t candidate(float z, int32_t column) {
+  return static_cast<int64_t>((static_cast<uint64_t>(bits(z)) << 32) | static_cast<uint32_t>(column));
+}
+
+VS_DEVICE Words<2> range_of(int32_t lowest, int32_t highest) {
+  return {{static_cast<int64_t>(lowest) * (int64_t{1} << 32),
+           static_cast<int64_t>(highest) * (int64_t{1} << 32) + 0xffffffff}};
+}
+
+// `count` candidates' places into `list`; their lowest and highest orders into s.
+template <int kThreads>
+VS_DEVICE Listed<kThreads> place_listed(const int64_t* listed, uint32_t count, int64_t* list, const Columns& columns,
+                                        CrossingShared<kThreads>& s) {
+  int32_t lowest = INT32_MAX, highest = INT32_MIN;
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+    const auto word = static_cast<uint64_t>(__ldcg(listed + i));
+    const float z = from_bits(static_cast<uint32_t>(word >> 32));
+    list[i] = place_of(z, columns.vocab_start + static_cast<uint32_t>(word));
+    lowest = min(lowest, order_of(z));
+    highest = max(highest, order_of(z));
+  }
+  lowest = __reduce_min_sync(kAllLanes, lowest);
+  highest = __reduce_max_sync(kAllLanes, highest);
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(&s.lowest, lowest);
+    atomicMax(&s.highest, highest);
+  }
+  __syncthreads();
+  return {list, static_cast<int32_t>(count)};
+}
+
+// By all columns, where candidates are not enough.
+template <int kThreads>
+VS_DEVICE int64_t cut_of_all(const SamplingRows& p, const Row& row, float y_max, CrossingShared<kThreads>& s) {
+  int64_t cut;
+  find_cut(WholeRow<kThreads>{row.columns}, s, p, row, y_max, order_of(neg_inf()), order_of(-neg_inf()), {}, cut);
+  return cut;
+}
+
+template <int kThreads>
+__device__ __noinline__ void race_over_all(const SamplingRows& p, const Row& row, float y_max, int64_t cut,
+                                           Race& race) {
+  if (p.draw)
+    race_over<true>(p, row, y_max, cut, kThreads / 32, race);
+  else
+    race_over<false>(p, row, y_max, cut, kThreads / 32, race);
 }
 
 }  // namespace vocabshard::sm90::sampling

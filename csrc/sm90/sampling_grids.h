@@ -37,7 +37,8 @@ void launch_grid(void (*kernel)(SamplingStream, Given...), int64_t blocks, int t
   launch_grid_of_clusters(kernel, blocks, threads, shared, 0, stream, call, given...);
 }
 
-void launch_top_p(const SamplingStream& call, cudaStream_t stream);
+void launch_bracket(const SamplingStream& call, cudaStream_t stream);
+void launch_collect(const SamplingStream& call, cudaStream_t stream);
 void launch_maxima(const SamplingStream& call, cudaStream_t stream);
 void launch_list(const SamplingStream& call, cudaStream_t stream);
 

@@ -35,13 +35,22 @@ __global__ void __launch_bounds__(kFewThreads, 6)
     const Partial uncut = real ? uncut_of<kFewThreads>(call, n, s.of_warp) : Partial{};
     const float y_max = uncut.y_max;
     if (!usable(row, y_max)) {
-      if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
+      if (threadIdx.x == 0) {
+        put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
+        work.heads[n].decided = true;
+      }
       return;
     }
     float low;
-    const uint32_t count = list_best(row, maxima, y_max, real ? wanted : 1, list, low, s);
-    if (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), {}, s)) continue;
-    finish_row(call, row, y_max, low, count, list, {}, s);
+    Total all = {0, 0};
+    const uint32_t count = wanted == 0 ? list_share(row, maxima, uncut, p.step[0].number, list, low, all, s)
+                                       : list_best(row, maxima, y_max, real ? wanted : 1, list, low, s);
+    const bool done = (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), all, s)) ||
+                      ((wanted > 0 || count <= kListed) && finish_row(call, row, y_max, low, count, list, all, s));
+    if (wanted == 0 && real && threadIdx.x == 0) {
+      work.heads[n].decided = done;
+      record_store<false>(call.uncut + n, p.rows, uncut);
+    }
   }
 }
 
@@ -86,7 +95,8 @@ void launch_maxima(const SamplingStream& call, cudaStream_t stream) {
 void launch_list(const SamplingStream& call, cudaStream_t stream) {
   const SamplingStep* step = call.rows.step;
   while (step->kind == kMinP) ++step;
-  const auto wanted = static_cast<int32_t>(step->number < call.rows.valid ? step->number : call.rows.valid);
+  const int64_t most = step->number < call.rows.valid ? step->number : call.rows.valid;
+  const auto wanted = static_cast<int32_t>(step->kind == kTopP ? 0 : most);
   static OncePerDevice once;
   once([] {  // as the forward has it: an SM that is to be set otherwise must run empty first
     check(cudaFuncSetAttribute(list_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,

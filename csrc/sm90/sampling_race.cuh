@@ -23,13 +23,12 @@ struct Terms {
   }
 };
 
-// What some columns come to.
-struct alignas(16) PartOfRow {
-  int64_t arrival, who, c[kLimbs], pad;
-
-  VS_DEVICE Words<2> first() const { return {{arrival, who}}; }
-  VS_DEVICE Partial partial(float y_max) const { return {y_max, quiet_nan(), {c[0], c[1], c[2]}, {0, 0, 0}}; }
-};
+// The sum of exponentials in units of e^y_max.
+VS_DEVICE float total_of(const Partial& p) {
+  const int32_t k_max = exp_k(clamp_logit(p.y_max)), n = 32 * (limb_top(k_max) - 1) - k_max;
+  const double unit = from_bits(static_cast<uint64_t>(1023 + n) << 52);
+  return static_cast<float>(mul(counters_value(p.c), unit)) / exp_split(clamp_logit(p.y_max)).p;
+}
 
 struct Race {
   Words<2> first;  // arrival, who
@@ -183,12 +182,12 @@ VS_DEVICE void race_over(const SamplingRows& p, const Row& row, float y_max, int
   }
 }
 
-// Of all threads of a CTA.
+// Of all threads of a CTA, with sums that some have already.
 template <int kWarps>
-VS_DEVICE PartOfRow part_of_row(int64_t (*words)[kLimbs], const Race& race) {
+VS_DEVICE PartOfRow part_of_row(int64_t (*words)[kLimbs], const Race& race, const Words<kLimbs>& more = {}) {
   Words<kLimbs> sums;
   race.sum.get(sums.x);
-  sums = over_block<kWarps>(words, sums, Sum());
+  sums = over_block<kWarps>(words, Sum()(sums, more), Sum());
   const Words<2> first = over_block<kWarps>(words, race.first, Smaller());
   return {first.x[0], first.x[1], {sums.x[0], sums.x[1], sums.x[2]}, 0};
 }

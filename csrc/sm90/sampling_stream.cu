@@ -9,7 +9,6 @@ namespace vocabshard::sm90 {
 
 namespace sampling {
 
-constexpr int64_t kMostParts = 96;  // of a row
 constexpr double kOverhead = 0.08;  // of a CTA, in units of a whole row by one
 
 Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots) {
@@ -57,7 +56,9 @@ bool streams_rows(const SamplingRows& call) {
 void launch_sampling_stream(const SamplingStream& call, cudaStream_t stream) {
   if (call.rows.rows == 0) return;
   if (call.rows.steps == 1 && call.rows.step[0].kind == kTopP) {
-    sampling::launch_top_p(call, stream);
+    if (call.maxima_there) sampling::launch_list(call, stream);
+    sampling::launch_bracket(call, stream);
+    sampling::launch_collect(call, stream);
   } else {
     if (!call.maxima_there) sampling::launch_maxima(call, stream);
     sampling::launch_list(call, stream);

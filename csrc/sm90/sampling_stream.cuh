@@ -13,20 +13,46 @@ constexpr int kListed = 8192;  // candidates of a row
 constexpr int32_t kMaximaColumns = 64;
 constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns + 32;  // and room for `ending`
 
+constexpr int kMostParts = 96;  // CTAs of a row
+
+// Of one row under a top_p, from grid to grid.
+struct alignas(128) Head {
+  float y_max, low, high;  // candidates lie in [low, high] by y; what is above is kept if the crossing is among them
+  int32_t k_max;
+  bool decided;  // the first grid has done all; only where maxima are there
+  bool usable;
+  uint32_t listed, collected;
+  unsigned long long total, above;  // masses
+  float bound;                      // of terms, for who may come first: bound_of
+};
+static_assert(sizeof(Head) == 128);
+
+// What some columns come to.
+struct alignas(16) PartOfRow {
+  int64_t arrival, who, c[kLimbs], pad;
+
+  VS_DEVICE Words<2> first() const { return {{arrival, who}}; }
+  VS_DEVICE Partial partial(float y_max) const { return {y_max, quiet_nan(), {c[0], c[1], c[2]}, {0, 0, 0}}; }
+};
+
 struct Workspace {
+  Head* heads;          // [rows]
+  PartOfRow* parts;     // [rows, kMostParts]
   int64_t* candidates;  // [rows, kListed]: bits of z, and the column below
   float* maxima;        // [rows, kRowMaxima] of groups
   int32_t* ending;      // GroupMaxima's
 
   __host__ __device__ Workspace(void* memory, int64_t rows)
-      : candidates(static_cast<int64_t*>(memory)),
+      : heads(static_cast<Head*>(memory)),
+        parts(reinterpret_cast<PartOfRow*>(heads + rows)),
+        candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)),
         maxima(reinterpret_cast<float*>(candidates + rows * kListed)),
         ending(reinterpret_cast<int32_t*>(maxima + rows * kRowMaxima) - 1) {}
 
   // Whether the forward that this grid waits for goes on for a while.
   VS_DEVICE bool early() const { return *static_cast<volatile const int32_t*>(ending) == 0; }
 };
-constexpr int64_t kRowBytes = 8 * kListed + 4 * kRowMaxima;
+constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed + 4 * kRowMaxima;
 
 // Columns of one row.
 struct Columns {

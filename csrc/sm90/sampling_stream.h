@@ -13,8 +13,8 @@ constexpr int64_t kStreamedK = 256;             // of a top_k
 constexpr int64_t kMostStreamBytes = 64 << 20;  // of workspace
 
 struct SamplingStream {
-  SamplingRows rows;     // whole ones; cut, records, and drawn where it draws, are there
-  const int64_t* uncut;  // [4, rows]: records of all columns, of any target; or they are
+  SamplingRows rows;  // whole ones; cut, records, and drawn where it draws, are there
+  int64_t* uncut;     // [4, rows]: records of all columns, of any target; where rows are left unmerged they come here
   UnmergedRows unmerged;
   void* workspace;    // sampling_stream_row_bytes() for each row, aligned to 128
   bool maxima_there;  // those of sampling_stream_maxima
