@@ -206,7 +206,7 @@ def rows_that_are(v: int) -> Tensor:
     z[8, :: v // 300] += 11  # 300 of many groups
     z[9, 64 : 64 + 9000] = 7.0  # more equals than are listed
     z[10] *= 60
-    z[11, 5] = float("nan")
+    z[11] = z[2]  # of a row of hidden that is not finite
     return z.bfloat16()
 
 
@@ -217,6 +217,8 @@ def test_whole_calls_of_any_rows(n: int, v: int, padding: int, monkeypatch: pyte
 
     z = rows_that_are(v)
     hidden = torch.eye(12, 64, device="cuda").bfloat16().repeat(-(-n // 12), 1)[:n]
+    hidden[11::12] = float("nan")  # finite weights: other rows stay what they are
+    usable = torch.arange(n, device="cuda") % 12 != 11
     weight = torch.zeros(v, 64, dtype=BF16, device="cuda")
     weight[:, :12] = z.T
     for program in [
@@ -231,6 +233,7 @@ def test_whole_calls_of_any_rows(n: int, v: int, padding: int, monkeypatch: pyte
             got.append(vs.vocab_parallel_sample(hidden, weight, **options))
             patch.setattr(sm90_sampling, "STREAM_BYTES", 0)
             want = vs.vocab_parallel_sample(hidden, weight, **options)
+        assert torch.equal(want.token >= 0, usable)
         for name in ("token", "cut", "logp", "lse"):
             for way, out in enumerate(got):
                 assert_same_bytes(getattr(out, name), getattr(want, name), f"{program.transforms}, {way}: {name}")

@@ -97,9 +97,8 @@ void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream
   rows.records = rows.records_there ? call.records : pointer<int64_t>(workspace + space.records);
   SamplingStream sampling = {rows, call.records, {}, nullptr, false, true, fold};
   if (space.streams) sampling.workspace = pointer<void>(workspace + space.stream);
-  sampling.maxima_there =
-      space.streams && streams_rows(rows) && call.rows <= kUnmergedRows && gives_maxima(call, multiprocessor_count());
-  if (sampling.maxima_there) call.maxima = sampling_stream_maxima(sampling.workspace, call.rows);
+  sampling.maxima_there = space.streams && streams_rows(rows) && gives_maxima(call, multiprocessor_count());
+  call.maxima = sampling.maxima_there ? sampling_stream_maxima(sampling.workspace, call.rows) : GroupMaxima{};
   launch_forward(call, as_stream(stream), sampling.maxima_there ? &sampling.unmerged : nullptr);
   if (launch_sampling(sampling, as_stream(stream))) return;
 
@@ -172,7 +171,7 @@ void register_sm90(py::module_& module) {
             call.vocab_start = vocab_start, call.valid = valid;
             call.bias = pointer<void>(bias), call.bias_element = bias_element;
             call.row_inv_temperature = pointer<float>(row_inv_temperature), call.inv_temperature = inv_temperature;
-            call.softcap = softcap, call.cut = pointer<int64_t>(cut);
+            call.softcap = softcap, call.cut = pointer<int64_t>(cut), call.maxima = {};
             call.logits = pointer<float>(logits), call.logits_row = logits_row;
             call.records = pointer<int64_t>(records), call.fold = fold, call.kept = kept;
             const OnDevice guard(forward.device);

@@ -209,7 +209,9 @@ ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors) {
 }
 
 bool gives_maxima(const ForwardCall& call, int32_t multiprocessors) {
-  return call.rows > 0 && call.columns > 0 && plan_forward(call, multiprocessors).path == kRows64;
+  if (call.rows == 0 || call.rows > kFewRows || call.columns == 0 || call.entropy) return false;
+  const ForwardPlan plan = plan_forward(call, multiprocessors);
+  return plan.path == kRows64 && call.rows <= plan.chunk_rows;
 }
 
 bool draws_beside(const ForwardCall& call, int32_t multiprocessors) {

@@ -115,8 +115,6 @@ struct ForwardPlan {
 
 bool tma_can_read(const void* base, int64_t row_stride, int64_t column_stride);
 ForwardPlan plan_forward(const ForwardCall& call, int32_t multiprocessors);
-constexpr int64_t kUnmergedRows = 128;  // that a forward may leave
-
 // Rows whose partials wait to be merged, by merge_row.cuh.
 struct UnmergedRows {
   const int64_t* partials;  // as in WgmmaParams; null: there are none

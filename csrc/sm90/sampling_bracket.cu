@@ -151,9 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     head.collected = 0;
     head.total = head.above = 0;
   }
-  if (!p.draw) return;
-  __syncthreads();
-  if (warp != 0) return;
+  if (!p.draw || warp != 0) return;
   place = best_of_warp[lane % kWarps];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) place = max(place, __shfl_xor_sync(kAllLanes, place, step));

@@ -147,6 +147,11 @@ VS_DEVICE int64_t cut_at(const Source& source, int64_t place, bool split) {
   return __syncthreads_or(behind) ? place : place & ~int64_t{0xffffffff};
 }
 
+VS_DEVICE Words<2> range_of(int32_t lowest, int32_t highest) {
+  return {{static_cast<int64_t>(lowest) * (int64_t{1} << 32),
+           static_cast<int64_t>(highest) * (int64_t{1} << 32) + 0xffffffff}};
+}
+
 // What all columns' masses come to, at least and at most; high = 0: what those of the source do.
 struct Total {
   int64_t low, high;
@@ -159,11 +164,10 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThre
                                       int64_t& cut) {
   const float scale = row.scale;
   const int32_t k_max = exp_k(clamp_logit(y_max));
+  const Words<2> range = range_of(lowest, highest);
   cut = kKeepAll;
   for (int k = 0; k < p.steps; ++k) {
     const SamplingStep& step = p.step[k];
-    const int64_t high = static_cast<int64_t>(highest) * (int64_t{1} << 32) + 0xffffffff;
-    const int64_t low = static_cast<int64_t>(lowest) * (int64_t{1} << 32);
     int64_t next;
     if (step.kind == kMinP) {
       const float threshold = static_cast<float>(add(static_cast<double>(y_max), step.ln));
@@ -177,17 +181,21 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThre
       const bool by_mass = step.kind == kTopP;
       const Weigh weigh = {by_mass, scale, k_max};
       int64_t wanted = min(step.number, static_cast<int64_t>(row.columns.valid));
-      if (by_mass) {
-        Words<1> total = {{0}};
-        source.each([&](int64_t place) { total.x[0] += place >= cut ? weigh(place) : 0; });
-        wanted = share_of(step.number, over_block<kThreads / 32>(s.words, total, Sum()).x[0]);
+      if (by_mass && k == 0 && all.high > 0) {
+        // both ends of the total are to say the same
+        int64_t least;
+        wanted = share_of(step.number, all.high);
+        if (!crossing(source, s, weigh, share_of(step.number, all.low), range.x[0], range.x[1], least)) return false;
+        if (!crossing(source, s, weigh, wanted, range.x[0], range.x[1], next) || least != next) return false;
+      } else {
+        if (by_mass) {
+          Words<1> total = {{0}};
+          source.each([&](int64_t place) { total.x[0] += place >= cut ? weigh(place) : 0; });
+          wanted = share_of(step.number, over_block<kThreads / 32>(s.words, total, Sum()).x[0]);
+        }
+        const int64_t low = by_mass ? max(range.x[0], cut) : range.x[0];
+        if (!crossing(source, s, weigh, wanted, low, range.x[1], next)) return false;
       }
-      const bool whole = by_mass && k == 0 && all.high > 0;
-      if (whole) wanted = share_of(step.number, all.high);
-      if (!crossing(source, s, weigh, wanted, by_mass ? max(low, cut) : low, high, next)) return false;
-      int64_t least;
-      if (whole && (!crossing(source, s, weigh, share_of(step.number, all.low), low, high, least) || least != next))
-        return false;
       next = cut_at(source, next, by_mass);
     }
     cut = max(cut, next);
@@ -197,11 +205,6 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThre
 
 VS_DEVICE int64_t candidate(float z, int32_t column) {
   return static_cast<int64_t>((static_cast<uint64_t>(bits(z)) << 32) | static_cast<uint32_t>(column));
-}
-
-VS_DEVICE Words<2> range_of(int32_t lowest, int32_t highest) {
-  return {{static_cast<int64_t>(lowest) * (int64_t{1} << 32),
-           static_cast<int64_t>(highest) * (int64_t{1} << 32) + 0xffffffff}};
 }
 
 // `count` candidates' places into `list`; their lowest and highest orders into s.

@@ -12,29 +12,11 @@ struct Parts {
 };
 Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots);
 
-// Each waits for the one before it in grid_wait, and may be set up earlier.
-template <class... Given>
-void launch_grid_of_clusters(void (*kernel)(SamplingStream, Given...), int64_t blocks, int threads, size_t shared,
-                             int cluster, cudaStream_t stream, const SamplingStream& call, Given... given) {
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = cluster > 0 ? 2 : 1;
-  check(cudaLaunchKernelEx(&config, kernel, call, given...), "launch of a sampling kernel");
-}
-
+// Waits for the one before it in grid_wait, and may be set up earlier.
 template <class... Given>
 void launch_grid(void (*kernel)(SamplingStream, Given...), int64_t blocks, int threads, size_t shared,
                  cudaStream_t stream, const SamplingStream& call, Given... given) {
-  launch_grid_of_clusters(kernel, blocks, threads, shared, 0, stream, call, given...);
+  launch_behind_shared(kernel, blocks, threads, static_cast<int>(shared), stream, call, given...);
 }
 
 void launch_bracket(const SamplingStream& call, cudaStream_t stream);

@@ -1,6 +1,6 @@
-// Rows of which a top_k keeps few columns (sampling_stream.h): of the maxima of a row's groups of columns the k-th
-// largest bounds its k-th best column from below, and few groups have one that reaches it. A CTA a row reads these
-// alone.
+// Rows of which few columns are kept (sampling_stream.h). Of the maxima of a row's groups of columns the k-th largest
+// bounds its k-th best column from below, and those that come to a top_p's share by themselves bound what it keeps; few
+// groups have a column that reaches such a bound. A CTA a row reads these alone.
 //
 // What takes time here is that nobody has fetched this code before. So it runs once on a made-up row while the forward
 // still runs: a CTA fits beside one of the forward for few rows (merge.cu).
@@ -12,8 +12,9 @@ namespace vocabshard::sm90::sampling {
 
 namespace {
 
-__device__ float made_up[kMaximaColumns];  // columns, all equal, and the maximum of their group
+__device__ __align__(16) float made_up[kMaximaColumns];  // columns, all equal, and the maximum of their group
 
+// `wanted`: of the top_k that comes first; 0: there is one top_p, and rows that are not decided go on to the next grid.
 __global__ void __launch_bounds__(kFewThreads, 6)
     list_kernel(const __grid_constant__ SamplingStream call, int32_t wanted) {
   __shared__ FewShared s;
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kFewThreads, 6)
     if (!usable(row, y_max)) {
       if (threadIdx.x == 0) {
         put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
-        work.heads[n].decided = true;
+        if (wanted == 0) work.heads[n].decided = true;
       }
       return;
     }

@@ -10,9 +10,10 @@ namespace vocabshard::sm90::sampling {
 constexpr int kFewThreads = 128, kFewWarps = kFewThreads / 32;
 // Bins of the depth d = y_max - y of maxima, by the bits of d + 1: 64 an octave.
 constexpr int kMaximaDepths = 1024, kMaximaShift = 17, kMaximaDepthsOfThread = kMaximaDepths / kFewThreads;
-constexpr int kAtOnce = 5, kPiecesOfGroups = 8;                                  // float4s of maxima
-constexpr uint32_t kMostGroups = sizeof(Bin) * kCrossingBins / sizeof(int32_t);  // in the bins' memory
-static_assert(kMaximaDepths <= kMostGroups);
+constexpr int kAtOnce = 5, kPiecesOfGroups = 8;  // float4s of maxima
+// all groups of a row fit into the bins' memory
+static_assert(kStreamedColumns / kMaximaColumns <= sizeof(Bin) * kCrossingBins / sizeof(int32_t));
+static_assert(kMaximaDepths <= sizeof(Bin) * kCrossingBins / sizeof(int32_t));
 
 using FewShared = CrossingShared<kFewThreads>;
 
@@ -82,7 +83,6 @@ struct Maxima {
 // fewer, or none is near.
 VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_t wanted, bool exact, FewShared& s) {
   auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
   for (int i = threadIdx.x; i < kMaximaDepths; i += kFewThreads) bins[i] = 0;
   if (threadIdx.x == 0) s.bin = kMaximaDepths - 1;
@@ -101,15 +101,7 @@ VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_
 #pragma unroll
   for (int i = 0; i < kMaximaDepthsOfThread; ++i)
     mine += static_cast<int32_t>(bins[kMaximaDepthsOfThread * threadIdx.x + i]);
-  int32_t up_to = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, up_to, step);
-    if (lane >= step) up_to += other;
-  }
-  if (lane == 31) s.words[warp][0] = up_to;
-  __syncthreads();
-  up_to += __reduce_add_sync(kAllLanes, lane < warp ? static_cast<int32_t>(s.words[lane % kFewWarps][0]) : 0);
+  const auto up_to = static_cast<int32_t>(up_to_thread<kFewWarps>(s.words, mine));
   if (up_to - mine < wanted && wanted <= up_to) {
     int32_t bin = kMaximaDepthsOfThread * threadIdx.x, reached = up_to - mine;
     while ((reached += static_cast<int32_t>(bins[bin])) < wanted) ++bin;
@@ -189,21 +181,21 @@ VS_DEVICE uint32_t list_groups(Maxima& maxima, float scale, float low, FewShared
 #pragma unroll 1
                       for (; which != 0; which &= which - 1, ++to) {
                         const int32_t bit = __ffs(static_cast<int>(which)) - 1;
-                        if (to < kMostGroups) groups[to] = maxima.group(start, bit / 4) + bit % 4;
+                        groups[to] = maxima.group(start, bit / 4) + bit % 4;
                       }
                     });
   __syncthreads();
   return s.few_count;
 }
 
-// The columns of the first `count` groups whose y reach `low`, into `list` and, the first of them, s.few. Returns how
-// many there are, or kListed + 1: not all groups were listed.
+// The columns of the `count` listed groups whose y reach `low`, into `list` and, the first of them, s.few. Returns how
+// many there are.
 VS_DEVICE uint32_t list_columns(const Row& row, uint32_t count, float low, int64_t* list, FewShared& s) {
   const auto* const groups = reinterpret_cast<const int32_t*>(s.bins);
   s.few[threadIdx.x] = kKeepAll;  // before any
   if (threadIdx.x == 0) s.count = 0, s.lowest = INT32_MAX, s.highest = INT32_MIN;
   __syncthreads();
-  const auto pieces = static_cast<int32_t>(16 * min(count, kMostGroups));
+  const auto pieces = static_cast<int32_t>(16 * count);
 #pragma unroll 1
   for (int32_t first = threadIdx.x; first < pieces; first += kPiecesOfGroups * kFewThreads) {
     const auto column_of = [&](int32_t i) {
@@ -231,7 +223,7 @@ VS_DEVICE uint32_t list_columns(const Row& row, uint32_t count, float low, int64
     }
   }
   __syncthreads();
-  return count > kMostGroups ? kListed + 1 : s.count;
+  return s.count;
 }
 
 // What a top_k of `wanted` may keep. Returns how many columns, as above; low: they and no others reach it.

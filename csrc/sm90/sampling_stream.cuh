@@ -19,7 +19,7 @@ constexpr int kMostParts = 96;  // CTAs of a row
 struct alignas(128) Head {
   float y_max, low, high;  // candidates lie in [low, high] by y; what is above is kept if the crossing is among them
   int32_t k_max;
-  bool decided;  // the first grid has done all; only where maxima are there
+  bool decided;  // list_kernel has done all; only where maxima are there
   bool usable;
   uint32_t listed, collected;
   unsigned long long total, above;  // masses

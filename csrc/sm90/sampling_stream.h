@@ -1,6 +1,6 @@
 // Cut, token and truncated record of whole rows for the usual programs, by grids over all multiprocessors
-// (docs/operators/sampling.md): a top_k of few by a CTA a row that lists the best columns, a top_p by two grids, one
-// behind the other. The bytes are those of launch_sampling_rows.
+// (docs/operators/sampling.md): a top_k of few, and a top_p that keeps few, by a CTA a row that lists the best
+// columns, any other top_p by two grids, one behind the other. The bytes are those of launch_sampling_rows.
 #pragma once
 
 #include "sm90/launch.h"
