@@ -116,7 +116,7 @@ __device__ __noinline__ bool crossing(const Source& source, CrossingShared<kThre
     __syncthreads();
     if (s.bin < 0) return false;
     wanted -= s.above;
-    high -= static_cast<int64_t>(static_cast<uint64_t>(s.bin) << shift);
+    high = static_cast<int64_t>(static_cast<uint64_t>(high) - (static_cast<uint64_t>(s.bin) << shift));
     if (static_cast<uint64_t>(high) - static_cast<uint64_t>(low) >> shift != 0)
       low = high - static_cast<int64_t>((uint64_t{1} << shift) - 1);
   }
