@@ -22,7 +22,7 @@ step() {
 
 step ruff check .
 step ruff format --check .
-find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | step xargs -r clang-format --dry-run --Werror
+find csrc tests/emulated -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | step xargs -r clang-format --dry-run --Werror
 step mypy
 # A worker a core, with one thread each; a GPU is shared by no more than 8.
 workers=$(nproc)

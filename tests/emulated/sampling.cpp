@@ -1,0 +1,174 @@
+// The grids of csrc/sm90/sampling_stream.h over rows on the host, for tests/test_sampling_emulated.py.
+#include <algorithm>
+#include <vector>
+
+#include "sm90/sampling_grids.h"
+#include "sm90/sampling_stream.cuh"
+#include "sm90/sampling_stream.h"
+
+namespace vocabshard::sm90 {
+
+int32_t multiprocessor_count() { return 132; }
+
+namespace {
+
+constexpr int64_t kUnwritten = 0x7f7f7f7f7f7f7f7f;
+
+// As test_sampling_emulated.py has it, in 8 bytes each.
+struct Call {
+  const float* logits;  // [rows, row_stride]
+  int64_t rows, row_stride, valid, vocab_start;
+  const float* scales;  // [rows] or null
+  double scale;
+  int64_t steps;
+  const int64_t *kinds, *numbers;
+  const double* lns;
+  int64_t seed;
+  const int64_t *row_keys, *target_ids;  // a token is drawn where there is no target
+  int64_t maxima, partials;              // whether they are there
+  int64_t rehearse;                      // the forward before has not ended when blocks begin,
+  int64_t hide;                          // nor written anything that counts
+  int64_t fold;
+  emulated::Order order;
+  int64_t *uncut, *cut, *drawn, *records;
+  float *logp, *lse;
+  int64_t* decided_by;  // [rows]: a Source
+};
+
+// Which candidates decided: few, those listed from groups, those of the grid that collects, or all columns.
+enum Source : int64_t { kFew = 0, kSomeListed = 1, kListedAll = 2, kCollected = 3, kCollectedAll = 4 };
+
+// What a forward writes: of every block of the first grid other bytes until it waits.
+class Hidden {
+ public:
+  void add(void* at, size_t size) {
+    auto* const bytes = static_cast<char*>(at);
+    parts_.push_back({bytes, {bytes, bytes + size}});
+  }
+  void hide() {
+    if (hidden_ || emulated::run.launches > 0) return;
+    for (const Part& part : parts_) std::memset(part.at, 0xff, part.bytes.size());
+    hidden_ = true;
+  }
+  void show() {
+    if (!hidden_) return;
+    for (const Part& part : parts_) std::memcpy(part.at, part.bytes.data(), part.bytes.size());
+    hidden_ = false;
+  }
+
+ private:
+  struct Part {
+    char* at;
+    std::vector<char> bytes;
+  };
+  std::vector<Part> parts_;
+  bool hidden_ = false;
+};
+
+SamplingRows rows_of(const Call& c, float* logits) {
+  SamplingRows rows = {};
+  rows.logits = logits, rows.rows = c.rows, rows.row_stride = c.row_stride, rows.valid = c.valid;
+  rows.vocab_start = c.vocab_start, rows.scales = c.scales, rows.scale = static_cast<float>(c.scale);
+  rows.whole = true, rows.steps = static_cast<int32_t>(c.steps), rows.cut = c.cut;
+  for (int k = 0; k < rows.steps; ++k) rows.step[k] = {static_cast<int32_t>(c.kinds[k]), true, c.numbers[k], c.lns[k]};
+  rows.draw = c.target_ids == nullptr, rows.seed = c.seed, rows.row_keys = c.row_keys, rows.drawn = c.drawn;
+  rows.target_ids = c.target_ids, rows.records = c.records;
+  return rows;
+}
+
+float scale_of(const Call& c, int64_t n) { return c.scales ? c.scales[n] : static_cast<float>(c.scale); }
+
+// As a forward leaves them, but that each has any of the tiles: merging does not see which.
+std::vector<int64_t> make_partials(const Call& c, const Schedule& schedule, int64_t block_rows) {
+  const int64_t blocks = int64_t{2} * schedule.clusters * places(schedule);
+  std::vector<int64_t> all(blocks * kRecordWords * block_rows, kUnwritten);
+  for (int64_t n = 0; n < c.rows; ++n) {
+    const RowPartials there(schedule, static_cast<int32_t>(n / block_rows));
+    for (int32_t i = 0; i < there.count; ++i) {
+      Partial partial = partial_identity();
+      for (int64_t first = kTile * i; first < c.valid; first += kTile * there.count) {
+        float y[kTile];
+        for (int j = 0; j < kTile; ++j) {
+          const float z = first + j < c.valid ? c.logits[n * c.row_stride + first + j] : neg_inf();
+          y[j] = is_neg_inf(z) ? z : mul(z, scale_of(c, n));
+        }
+        partial_add_tile<false>(partial, y);
+      }
+      int64_t* const at = all.data() + there.place(i) * kRecordWords * block_rows + n % block_rows;
+      record_store<false>(at, block_rows, partial);
+    }
+  }
+  return all;
+}
+
+void put_maxima(const Call& c, float* maxima) {
+  for (int64_t n = 0; n < c.rows; ++n)
+    for (int64_t group = 0; group * sampling::kMaximaColumns < c.valid; ++group) {
+      float most = neg_inf();
+      for (int64_t i = 0; i < sampling::kMaximaColumns && group * sampling::kMaximaColumns + i < c.valid; ++i)
+        most = std::fmax(most, c.logits[n * c.row_stride + group * sampling::kMaximaColumns + i]);
+      maxima[n * sampling::kRowMaxima + group] = most;
+    }
+}
+
+// As the workspace shows it, of a row that is usable.
+Source decided_by(const Call& c, const sampling::Workspace& work, int64_t n) {
+  const sampling::Head& head = work.heads[n];
+  if (c.steps == 1 && c.kinds[0] == kTopP && !(c.maxima && head.decided))
+    return head.listed > sampling::kListed ? kCollectedAll : kCollected;
+  const int64_t* const list = work.candidates + n * sampling::kListed;
+  const int64_t listed = std::find(list, list + sampling::kListed, kUnwritten) - list;
+  return listed <= 128 ? kFew : listed < sampling::kListed ? kSomeListed : kListedAll;
+}
+
+}  // namespace
+
+// Returns what went wrong, if anything.
+extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(const Call* given) {
+  const Call& c = *given;
+  const size_t logits_bytes = 4 * ((c.rows - 1) * c.row_stride + c.valid);
+  const emulated::Guarded logits(logits_bytes, 16), memory(c.rows * sampling_stream_row_bytes(), 128);
+  std::memcpy(logits.at(), c.logits, logits.bytes());
+  std::memset(memory.at(), kUnwritten & 0xff, memory.bytes());
+  const sampling::Workspace work(memory.at(), c.rows);
+
+  SamplingStream call = {};
+  call.rows = rows_of(c, reinterpret_cast<float*>(logits.at()));
+  call.uncut = c.uncut, call.workspace = memory.at(), call.maxima_there = c.maxima, call.folds = c.fold;
+  call.fold.real_vocab_size = c.vocab_start + c.valid, call.fold.invalid_is_nan = true;
+  call.fold.logp = c.logp, call.fold.lse = c.lse;
+  std::vector<int64_t> partials;
+  if (c.partials) {
+    constexpr int kBlockRows = 4;
+    const auto blocks = static_cast<int32_t>((c.rows + kBlockRows - 1) / kBlockRows);
+    const Schedule schedule = make_schedule(blocks, static_cast<int32_t>((c.valid + 63) / 64), 3, 66);
+    partials = make_partials(c, schedule, kBlockRows);
+    call.unmerged = {partials.data(), schedule, kBlockRows};
+    std::memset(c.uncut, 0xff, 32 * c.rows);
+  }
+  if (c.maxima) {
+    put_maxima(c, work.maxima);
+    *work.ending = c.rehearse ? 0 : 1;
+  }
+
+  Hidden hidden;
+  if (c.hide) {
+    hidden.add(logits.at(), logits.bytes());
+    c.partials ? hidden.add(partials.data(), 8 * partials.size()) : hidden.add(c.uncut, 32 * c.rows);
+    for (int64_t n = 0; c.maxima && n < c.rows; ++n)
+      hidden.add(work.maxima + n * sampling::kRowMaxima, 4 * ((c.valid + 63) / 64));
+  }
+  emulated::run.order = c.order, emulated::run.launches = 0, emulated::run.failure.clear();
+  emulated::run.block_starts = [&] { hidden.hide(); };
+  emulated::run.grid_waits = [&] { hidden.show(); };
+  emulated::seed_random(c.seed);
+  if (streams_rows(call.rows))
+    launch_sampling_stream(call, nullptr);
+  else
+    emulated::fail("such rows are not streamed");
+  hidden.show();
+  for (int64_t n = 0; n < c.rows; ++n) c.decided_by[n] = decided_by(c, work, n);
+  return emulated::run.failure.c_str();
+}
+
+}  // namespace vocabshard::sm90

@@ -1,0 +1,31 @@
+// In the place of csrc/sm90/ptx.h: what it has for kernels that are emulated.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#define VS_DEVICE __device__ __forceinline__
+
+namespace vocabshard::sm90::ptx {
+
+VS_DEVICE void grid_launch_next() {}
+VS_DEVICE void grid_wait() { emulated::grid_wait(); }
+
+VS_DEVICE float max_nan(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return std::nanf("");
+  return a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+
+// As far off as it may be on a GPU, where threads are shuffled.
+VS_DEVICE float exp2(float x) {
+  const bool off = emulated::run.order == emulated::Order::kShuffled;
+  const float error = off ? (static_cast<float>(emulated::random_word() >> 40) * 0x1p-23f - 1.0f) * 0x1p-22f : 0.0f;
+  const float y = std::exp2(x) * (1.0f + error);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+
+VS_DEVICE bool is_infinite(float x) { return std::isinf(x); }
+
+}  // namespace vocabshard::sm90::ptx
