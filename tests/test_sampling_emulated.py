@@ -229,8 +229,10 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
 
     uncut = cpu.logits_forward(z, torch.full((rows,), -1), scale, problem)
     logp, lse = torch.zeros(2, rows)
+    groups = torch.nn.functional.pad(z.nan_to_num(-INF, INF, -INF), (0, -V % 64), value=-INF).unflatten(1, (-1, 64))
     given = {
         "logits": padded,
+        "maxima": groups.amax(2) if way.maxima else None,
         "scales": scale if isinstance(scale, Tensor) else None,
         "kinds": torch.tensor([STEPS.index(step.kind) for step in steps]),
         "numbers": torch.tensor([int(step.number) for step in steps]),
@@ -240,7 +242,7 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
     }
     results = {"cut": new(rows), "drawn": new(3, rows), "records": new(4, rows), "decided_by": new(rows)}
     folded = {"logp": logp, "lse": lse}
-    tensors = {**given, **results, **folded, "uncut": uncut}
+    tensors = {**given, **results, **folded, "uncut": uncut.clone()}
     call = Call(
         rows=rows,
         row_stride=padded.stride(0),
@@ -249,7 +251,7 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
         scale=1.0 if isinstance(scale, Tensor) else scale,
         steps=len(steps),
         seed=SEED,
-        **{field: getattr(way, field) for field in Call.FIELDS if hasattr(way, field)},
+        **{field: getattr(way, field) for field in ("partials", "rehearse", "hide", "fold", "order")},
         **{field: 0 if x is None else x.data_ptr() for field, x in tensors.items()},
     )
     failure = library.emulate_sampling(ctypes.byref(call)).decode()
@@ -260,6 +262,8 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
     ids = expected.drawn[1] if way.draw else targets
     records = cpu.logits_forward(z, ids, scale, problem, cut=expected.cut)
     assert_same_bytes(results["records"], new(4, rows) if way.fold else records, "record")
+    if way.partials and name.startswith("top_p"):  # the grids behind the first one read them
+        assert_same_bytes(tensors["uncut"][:, expected.usable], uncut[:, expected.usable], "record of all columns")
     if way.fold:
         scores = fold("cpu", records[None], ids, -100, vocab_start + V, "nan")
         assert_same_bytes(logp, scores.logp, "logp")

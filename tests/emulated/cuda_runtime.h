@@ -1,6 +1,7 @@
 // What kernels that are emulated use of CUDA.
 #pragma once
 
+#include <algorithm>
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
@@ -26,9 +27,7 @@ struct alignas(16) float4 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct alignas(8) int2 {
-  int x, y;
-};
+struct int2;  // params.h points to them
 struct alignas(16) longlong2 {
   int64_t x, y;
 };
@@ -45,12 +44,9 @@ extern Index threadIdx, blockIdx;
 using cudaStream_t = void*;
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0;
-enum { cudaLaunchAttributeProgrammaticStreamSerialization };
-enum {
-  cudaFuncAttributePreferredSharedMemoryCarveout,
-  cudaFuncAttributeMaxDynamicSharedMemorySize,
-  cudaSharedmemCarveoutMaxShared
-};
+// no attribute counts here
+constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 0, cudaSharedmemCarveoutMaxShared = 0;
+constexpr int cudaFuncAttributePreferredSharedMemoryCarveout = 0, cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
 
 struct dim3 {
   unsigned x;
@@ -90,28 +86,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 
 // ---- barriers ----
 
-template <class Take>
-void each_of_block(const char* operation, bool mine, const Take& take) {
-  const uint64_t* const all = emulated::meet_block(operation, mine);
-  for (int i = 0; i < emulated::threads_of_block(); ++i) take(static_cast<int>(all[i]));
+inline int count_of_block(const char* operation, int mine) {
+  const uint64_t* const all = emulated::meet_block(operation, mine != 0);
+  return static_cast<int>(std::count(all, all + emulated::threads_of_block(), 1));
 }
 
 inline void __syncthreads() { emulated::meet_block("__syncthreads", 0); }
-inline int __syncthreads_count(int mine) {
-  int count = 0;
-  each_of_block("__syncthreads_count", mine != 0, [&](int other) { count += other; });
-  return count;
-}
-inline int __syncthreads_or(int mine) {
-  int any = 0;
-  each_of_block("__syncthreads_or", mine != 0, [&](int other) { any |= other; });
-  return any;
-}
+inline int __syncthreads_count(int mine) { return count_of_block("__syncthreads_count", mine); }
+inline int __syncthreads_or(int mine) { return count_of_block("__syncthreads_or", mine) > 0; }
 inline void __threadfence() {}
 
 // ---- warps ----
 
-// What every lane of the warp gives; a lane is asked for by from(all, lane).
+// from(of_lane, lane): what a lane makes of what each of the warp's has.
 template <class T, class From>
 T over_warp(const char* operation, unsigned lanes, T mine, const From& from) {
   static_assert(sizeof(T) <= sizeof(uint64_t));

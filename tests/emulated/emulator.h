@@ -1,5 +1,6 @@
 // Blocks of CUDA threads on the host, one after the other: each thread is a fiber that runs until it has to wait for
-// others of its warp or block. What is wrong by the rules of CUDA becomes a `failure`, or a result that is.
+// others of its warp or block. What breaks CUDA's rules is a `failure`, or shows in results: nothing that a block or a
+// grid has not written yet holds a likely value. How blocks see each other's writes is not emulated.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +50,7 @@ const uint64_t* meet_warp(const char* operation, uint64_t word);
 const uint64_t* meet_block(const char* operation, uint64_t word);
 int threads_of_block();
 void give_way();      // other threads run
-void may_give_way();  // where threads are shuffled
+void may_give_way();  // to other threads, where these are shuffled
 void grid_wait();
 
 // What nobody has written, which is not the same for every block.

@@ -25,7 +25,8 @@ struct Call {
   const double* lns;
   int64_t seed;
   const int64_t *row_keys, *target_ids;  // a token is drawn where there is no target
-  int64_t maxima, partials;              // whether they are there
+  const float* maxima;                   // [rows, groups], or null: a launch makes them
+  int64_t partials;                      // whether rows are left unmerged
   int64_t rehearse;                      // the forward before has not ended when blocks begin,
   int64_t hide;                          // nor written anything that counts
   int64_t fold;
@@ -101,16 +102,6 @@ std::vector<int64_t> make_partials(const Call& c, const Schedule& schedule, int6
   return all;
 }
 
-void put_maxima(const Call& c, float* maxima) {
-  for (int64_t n = 0; n < c.rows; ++n)
-    for (int64_t group = 0; group * sampling::kMaximaColumns < c.valid; ++group) {
-      float most = neg_inf();
-      for (int64_t i = 0; i < sampling::kMaximaColumns && group * sampling::kMaximaColumns + i < c.valid; ++i)
-        most = std::fmax(most, c.logits[n * c.row_stride + group * sampling::kMaximaColumns + i]);
-      maxima[n * sampling::kRowMaxima + group] = most;
-    }
-}
-
 // As the workspace shows it, of a row that is usable.
 Source decided_by(const Call& c, const sampling::Workspace& work, int64_t n) {
   const sampling::Head& head = work.heads[n];
@@ -131,23 +122,25 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
   std::memcpy(logits.at(), c.logits, logits.bytes());
   std::memset(memory.at(), kUnwritten & 0xff, memory.bytes());
   const sampling::Workspace work(memory.at(), c.rows);
+  const int64_t groups = (c.valid + sampling::kMaximaColumns - 1) / sampling::kMaximaColumns;
 
   SamplingStream call = {};
   call.rows = rows_of(c, reinterpret_cast<float*>(logits.at()));
-  call.uncut = c.uncut, call.workspace = memory.at(), call.maxima_there = c.maxima, call.folds = c.fold;
+  call.uncut = c.uncut, call.workspace = memory.at(), call.maxima_there = c.maxima != nullptr, call.folds = c.fold;
   call.fold.real_vocab_size = c.vocab_start + c.valid, call.fold.invalid_is_nan = true;
   call.fold.logp = c.logp, call.fold.lse = c.lse;
   std::vector<int64_t> partials;
   if (c.partials) {
     constexpr int kBlockRows = 4;
     const auto blocks = static_cast<int32_t>((c.rows + kBlockRows - 1) / kBlockRows);
-    const Schedule schedule = make_schedule(blocks, static_cast<int32_t>((c.valid + 63) / 64), 3, 66);
+    const Schedule schedule = make_schedule(blocks, static_cast<int32_t>(groups), 3, 66);
     partials = make_partials(c, schedule, kBlockRows);
     call.unmerged = {partials.data(), schedule, kBlockRows};
     std::memset(c.uncut, 0xff, 32 * c.rows);
   }
   if (c.maxima) {
-    put_maxima(c, work.maxima);
+    for (int64_t n = 0; n < c.rows; ++n)
+      std::copy_n(c.maxima + n * groups, groups, work.maxima + n * sampling::kRowMaxima);
     *work.ending = c.rehearse ? 0 : 1;
   }
 
@@ -155,8 +148,7 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
   if (c.hide) {
     hidden.add(logits.at(), logits.bytes());
     c.partials ? hidden.add(partials.data(), 8 * partials.size()) : hidden.add(c.uncut, 32 * c.rows);
-    for (int64_t n = 0; c.maxima && n < c.rows; ++n)
-      hidden.add(work.maxima + n * sampling::kRowMaxima, 4 * ((c.valid + 63) / 64));
+    for (int64_t n = 0; c.maxima && n < c.rows; ++n) hidden.add(work.maxima + n * sampling::kRowMaxima, 4 * groups);
   }
   emulated::run.order = c.order, emulated::run.launches = 0, emulated::run.failure.clear();
   emulated::run.block_starts = [&] { hidden.hide(); };
