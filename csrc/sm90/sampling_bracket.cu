@@ -172,7 +172,7 @@ void launch_bracket(const SamplingStream& call, cudaStream_t stream) {
   int32_t stride = 1;
   while (stride < 8 && p.valid > 16384 * 2 * stride) stride *= 2;
   const auto left_out = static_cast<float>(1.0 - static_cast<double>(p.step[0].number) * 0x1p-30);
-  launch_grid(bracket_kernel, p.rows, kThreads, 0, stream, call, stride, left_out);
+  launch_behind(bracket_kernel, p.rows, kThreads, stream, call, stride, left_out);
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -215,7 +215,7 @@ void launch_collect(const SamplingStream& call, cudaStream_t stream) {
           "shared memory of the sampling kernel");
   });
   const Parts parts = parts_of(p.rows, p.valid, 4 * kThreads, multiprocessor_count());
-  launch_grid(kernel, p.rows * parts.count, kThreads, kCollectBytes, stream, call, parts.columns, parts.count);
+  launch_behind_shared(kernel, p.rows * parts.count, kThreads, kCollectBytes, stream, call, parts.columns, parts.count);
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -6,7 +6,7 @@
 namespace vocabshard::sm90::sampling {
 
 // How many of `count` places, best first and this thread's `place`, the steps keep; 0: a step wants more than there
-// are.
+// are, or both ends of `total` do not say the same.
 template <int kThreads>
 VS_DEVICE int32_t keep_best(const SamplingRows& p, const Row& row, float y_max, int64_t place, int32_t count,
                             const Total& total, CrossingShared<kThreads>& s) {

@@ -12,13 +12,7 @@ struct Parts {
 };
 Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots);
 
-// Waits for the one before it in grid_wait, and may be set up earlier.
-template <class... Given>
-void launch_grid(void (*kernel)(SamplingStream, Given...), int64_t blocks, int threads, size_t shared,
-                 cudaStream_t stream, const SamplingStream& call, Given... given) {
-  launch_behind_shared(kernel, blocks, threads, static_cast<int>(shared), stream, call, given...);
-}
-
+// Each waits for the one before it in grid_wait, and may be set up earlier.
 void launch_bracket(const SamplingStream& call, cudaStream_t stream);
 void launch_collect(const SamplingStream& call, cudaStream_t stream);
 void launch_maxima(const SamplingStream& call, cudaStream_t stream);

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kMaximaThreads)
 void launch_maxima(const SamplingStream& call, cudaStream_t stream) {
   const int64_t granule = 4 * kMaximaPieces * kMaximaThreads, slots = 8 * multiprocessor_count();
   const Parts parts = parts_of(call.rows.rows, call.rows.valid, granule, slots);
-  launch_grid(maxima_kernel, call.rows.rows * parts.count, kMaximaThreads, 0, stream, call, parts.columns, parts.count);
+  launch_behind(maxima_kernel, call.rows.rows * parts.count, kMaximaThreads, stream, call, parts.columns, parts.count);
 }
 
 void launch_list(const SamplingStream& call, cudaStream_t stream) {
@@ -104,7 +104,7 @@ void launch_list(const SamplingStream& call, cudaStream_t stream) {
                                cudaSharedmemCarveoutMaxShared),
           "shared memory of the sampling kernel");
   });
-  launch_grid(list_kernel, call.rows.rows, kFewThreads, 0, stream, call, wanted);
+  launch_behind(list_kernel, call.rows.rows, kFewThreads, stream, call, wanted);
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -79,24 +79,33 @@ struct Maxima {
   }
 };
 
-// A y that `wanted` groups reach, or, unless `exact`, the best groups of as many threads; -FLT_MAX where they are
-// fewer, or none is near.
-VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_t wanted, bool exact, FewShared& s) {
+// How many maxima each(take) gives of every depth. s.bin becomes `none`.
+template <class Each>
+VS_DEVICE const uint32_t* count_depths(float scale, float y_max, int32_t none, const Each& each, FewShared& s) {
   auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
   __syncthreads();
   for (int i = threadIdx.x; i < kMaximaDepths; i += kFewThreads) bins[i] = 0;
-  if (threadIdx.x == 0) s.bin = kMaximaDepths - 1;
+  if (threadIdx.x == 0) s.bin = none;
   __syncthreads();
-  const auto count = [&](float z) {
+  each([&](float z) {
     if (!is_neg_inf(z)) atomicAdd(&bins[bin_of_maximum(add(y_max, -mul(z, scale)))], 1u);
-  };
-  float best = neg_inf();
-  maxima.each([&](float z) {
-    if (exact) count(z);
-    best = fmaxf(best, z);
   });
-  if (!exact) count(best);
   __syncthreads();
+  return bins;
+}
+
+// A y that `wanted` groups reach, or, unless `exact`, the best groups of as many threads; -FLT_MAX where they are
+// fewer, or none is near.
+VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_t wanted, bool exact, FewShared& s) {
+  const auto given = [&](const auto& take) {
+    float best = neg_inf();
+    maxima.each([&](float z) {
+      if (exact) take(z);
+      best = fmaxf(best, z);
+    });
+    if (!exact) take(best);
+  };
+  const uint32_t* const bins = count_depths(scale, y_max, kMaximaDepths - 1, given, s);
   int32_t mine = 0;
 #pragma unroll
   for (int i = 0; i < kMaximaDepthsOfThread; ++i)
@@ -115,16 +124,9 @@ VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_
 // A y that groups' maxima reach which come to `mass` alone, in units of e^y_max; FLT_MAX where more than `most` groups
 // would be needed.
 VS_DEVICE float bound_of_mass(Maxima& maxima, float scale, float y_max, float mass, int32_t most, FewShared& s) {
-  auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __syncthreads();
-  for (int i = threadIdx.x; i < kMaximaDepths; i += kFewThreads) bins[i] = 0;
-  if (threadIdx.x == 0) s.bin = kMaximaDepths;
-  __syncthreads();
-  maxima.each([&](float z) {
-    if (!is_neg_inf(z)) atomicAdd(&bins[bin_of_maximum(add(y_max, -mul(z, scale)))], 1u);
-  });
-  __syncthreads();
+  const auto given = [&](const auto& take) { maxima.each(take); };
+  const uint32_t* const bins = count_depths(scale, y_max, kMaximaDepths, given, s);
   const int32_t first = kMaximaDepthsOfThread * static_cast<int32_t>(threadIdx.x);
   const auto least_of = [&](int32_t bin) {
     return static_cast<float>(bins[bin]) * ptx::exp2(-mul(depth_of_maximum(bin + 1), kLog2e));
@@ -155,12 +157,10 @@ VS_DEVICE float bound_of_mass(Maxima& maxima, float scale, float y_max, float ma
   groups_up_to -= groups, up_to -= own;
   int32_t bin = kMaximaDepths;
 #pragma unroll
-  for (int i = kMaximaDepthsOfThread - 1; i >= 0; --i) {
-    int32_t groups_to = groups_up_to;
-    float to = up_to;
-#pragma unroll
-    for (int j = 0; j <= i; ++j) groups_to += static_cast<int32_t>(bins[first + j]), to += least_of(first + j);
-    if (to >= mass && groups_to <= most) bin = first + i;
+  for (int i = 0; i < kMaximaDepthsOfThread; ++i) {
+    groups_up_to += static_cast<int32_t>(bins[first + i]);
+    up_to += least_of(first + i);
+    if (up_to >= mass && groups_up_to <= most) bin = min(bin, first + i);
   }
   bin = __reduce_min_sync(kAllLanes, bin);
   if (lane == 0) atomicMin(&s.bin, bin);

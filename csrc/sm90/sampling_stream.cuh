@@ -53,6 +53,7 @@ struct Workspace {
   VS_DEVICE bool early() const { return *static_cast<volatile const int32_t*>(ending) == 0; }
 };
 constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed + 4 * kRowMaxima;
+static_assert(kRowBytes % 128 == 0 && 4 * kRowMaxima % 16 == 0, "rows are aligned");
 
 // Columns of one row.
 struct Columns {
