@@ -108,7 +108,7 @@ def library(objects: dict[str, Path]) -> ctypes.CDLL:
 
 KINDS = (
     "flat peaked steep one-peak ties equal ascending together many-groups more-equals far-apart nan inf none zeros "
-    "lowest below too-large masked one-column last few-hundred thousands by-groups two-levels"
+    "lowest below too-large masked one-column last few-hundred thousands by-groups two-levels halves"
 ).split()
 
 
@@ -142,12 +142,13 @@ def rows_of(V: int) -> Tensor:
     row["thousands"][64 : 64 + min(V // 2, 4000)] += 12
     row["by-groups"][::64] += 13
     row["two-levels"].copy_(torch.where(torch.rand(V, generator=g) < 0.01, 20.0, -20.0))
+    row["halves"].fill_(-60.0)[: V // 128 * 128 : 64] = 9.0  # p = 0.5 falls between two of these equals
     return z
 
 
 PROGRAMS = {
     **{f"top_k {k}": SamplingProgram.of(top_k=k) for k in (1, 50, 100, 256)},
-    **{f"top_p {p}": SamplingProgram.of(top_p=p) for p in (0.3, 0.95, 0.999, 1e-6)},
+    **{f"top_p {p}": SamplingProgram.of(top_p=p) for p in (0.3, 0.5, 0.95, 0.999, 1e-6)},
     "top_k top_p min_p": SamplingProgram((("top_k", 200), ("top_p", 0.8), ("min_p", 0.05))),
     "min_p top_k top_p": SamplingProgram((("min_p", 0.01), ("top_k", 50), ("top_p", 0.95))),
 }
@@ -277,7 +278,8 @@ def cases() -> list[tuple[int, str, str]]:
     each = [
         (sizes[(i + j) % 3], name, ways[(i + 2 * j) % len(ways)]) for i, name in enumerate(PROGRAMS) for j in range(4)
     ]
-    return [*each, (50304, "top_p 0.95", "partials"), (50304, "top_k 50", "no-maxima")]
+    halves = [(V, "top_p 0.5", "partials") for V in (5003, 20032)]  # of 78 and of 312 candidates
+    return list(dict.fromkeys([*each, *halves, (50304, "top_p 0.95", "partials"), (50304, "top_k 50", "no-maxima")]))
 
 
 @pytest.mark.parametrize(("V", "name", "way"), cases())
