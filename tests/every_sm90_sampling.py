@@ -45,6 +45,11 @@ def main() -> None:
             runs += 4
         vs.linear_logp(hidden, weight, target, topk=20, backend="sm90")
         runs += 1
+    for n in (1, 5, 70):  # so many columns that the forward leaves time for a grid beside it
+        hidden, weight = torch.randn(n, 64).bfloat16(), torch.randn(36000, 64).bfloat16()
+        vs.vocab_parallel_sample(hidden, weight, program=PROGRAMS[2], seed=7, backend="sm90")
+        vs.vocab_parallel_sample(5 * hidden, weight, program=PROGRAMS[2], seed=7, backend="sm90")
+        runs += 2
     torch.cuda.synchronize()
     print(f"{runs} calls ran")
 

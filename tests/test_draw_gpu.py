@@ -210,7 +210,18 @@ def rows_that_are(v: int) -> Tensor:
     return z.bfloat16()
 
 
-@pytest.mark.parametrize("n, v, padding", [(12, 50304, 7), (12, 151936, 0), (70, 20032, 64), (12, 700, 3)])
+SHAPES = [
+    (12, 50304, 7),
+    (1, 151936, 0),
+    (12, 151936, 0),
+    (60, 40000, 64),
+    (100, 50304, 5),
+    (70, 20032, 64),
+    (12, 700, 3),
+]
+
+
+@pytest.mark.parametrize("n, v, padding", SHAPES)
 def test_whole_calls_of_any_rows(n: int, v: int, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the maxima that a forward leaves, from logits that came without, and by clusters that hold whole rows."""
     from vocabshard.kernels import sm90_sampling

@@ -39,6 +39,7 @@ int check(int m_tiles, int groups, int tile_groups, int most) {
     if (last_unit(s, cluster) - first + 1 > places(s)) return fail("places", m_tiles, groups, tile_groups, most);
     for (int rank = 0; rank < 2; ++rank) {
       Walk walk(s, cluster, rank);
+      const Owned owned = owned_by(s, cluster, rank);
       bool ended = false;
       for (int i = 0; i < count; ++i) {
         const Tile t = walk.next();
@@ -46,6 +47,8 @@ int check(int m_tiles, int groups, int tile_groups, int most) {
         // a consumer that has nothing to finish passes no turn on, so nothing may follow
         if (ended && t.groups > 0) return fail("a tile after an empty one", m_tiles, groups, tile_groups, most);
         ended = t.groups == 0;
+        if (s.units == 1 && (t.group != tile_begin(s, owned, i) || t.group + t.groups != tile_begin(s, owned, i + 1)))
+          return fail("where a tile begins", m_tiles, groups, tile_groups, most);
         if (t.groups == 0) continue;
         if (t.place < 0 || t.place >= places(s) || t.m != block_of_unit(s, first + t.place, rank))
           return fail("place", m_tiles, groups, tile_groups, most);
@@ -55,6 +58,11 @@ int check(int m_tiles, int groups, int tile_groups, int most) {
         far = abs(steps) > far ? abs(steps) : far;
       }
     }
+  }
+  for (int tile = 0; s.units == 1 && tile < longest; ++tile) {
+    int more = 0;
+    for (int cluster = 0; cluster < s.clusters; ++cluster) more += tile_count(s, cluster) > tile + 1 ? 2 : 0;
+    if (more != ctas_with_more(s, tile)) return fail("CTAs with more tiles", m_tiles, groups, tile_groups, most);
   }
   for (int n : seen)
     if (n != 1) return fail("a group is not computed once", m_tiles, groups, tile_groups, most);

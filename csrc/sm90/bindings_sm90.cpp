@@ -97,8 +97,10 @@ void sample(DeviceForward& forward, const SamplingSteps& steps, uintptr_t stream
   rows.records = rows.records_there ? call.records : pointer<int64_t>(workspace + space.records);
   SamplingStream sampling = {rows, call.records, {}, nullptr, false, true, fold};
   if (space.streams) sampling.workspace = pointer<void>(workspace + space.stream);
-  sampling.maxima_there = space.streams && streams_rows(rows) && gives_maxima(call, multiprocessor_count());
-  call.maxima = sampling.maxima_there ? sampling_stream_maxima(sampling.workspace, call.rows) : GroupMaxima{};
+  const int32_t multiprocessors = multiprocessor_count();
+  sampling.maxima_there = space.streams && gives_maxima(call, multiprocessors) &&
+                          streams_beside(rows, schedule_of_few(call, multiprocessors));
+  call.maxima = sampling.maxima_there ? sampling_stream_maxima(rows, sampling.workspace) : GroupMaxima{};
   launch_forward(call, as_stream(stream), sampling.maxima_there ? &sampling.unmerged : nullptr);
   if (launch_sampling(sampling, as_stream(stream))) return;
 

@@ -214,6 +214,10 @@ bool gives_maxima(const ForwardCall& call, int32_t multiprocessors) {
   return plan.path == kRows64 && call.rows <= plan.chunk_rows;
 }
 
+Schedule schedule_of_few(const ForwardCall& call, int32_t multiprocessors) {
+  return wgmma_schedule(call, wgmma_shape(kRows64), call.rows, multiprocessors);
+}
+
 bool draws_beside(const ForwardCall& call, int32_t multiprocessors) {
   const bool some = call.rows > 0 && call.rows <= 64 && call.columns > 0 && !call.entropy;
   return some && call.vocab_start % 4 == 0 && plan_forward(call, multiprocessors).path == kRows64;

@@ -36,10 +36,15 @@ struct SharedLayout {
 
 constexpr int kRehearsedFrom = 16;  // blocks of k
 
+// Whether it tells who is launched beside it how far it is.
+template <bool kDraw, int kMBlocks>
+constexpr bool kTells = kMBlocks == 1 && !kDraw;
+
 enum ForwardBarrier : uint32_t {
   kEpilogueTurn = kFirstFreeBarrier,  // one a consumer
   kBiasReady = kEpilogueTurn + 2,
-  kAllDone
+  kAllDone,
+  kWordsReady
 };
 
 template <int kMBlocks, int kGroups>
@@ -201,6 +206,7 @@ VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_
     start_place<kEntropy, kDraw, kMBlocks, kGroups>(p, base, place, block);
     if constexpr (kTop) start_lists<kMBlocks>(p, place, block);
   };
+  int32_t tile_word = kTileWord + consumer;
   if (consumer < last_place || (kTop && consumer == last_place)) start(consumer);
   if (kTop && consumer == 1) ptx::barrier_arrive(kEpilogueTurn, 2 * kWarpgroup);
   take_turns<Element, kMBlocks, kGroups, Layout::kRing, kTop, !kTop>(
@@ -213,6 +219,14 @@ VS_DEVICE void consume(const WgmmaParams& p, char* base, uint32_t shared, int32_
           start(last_place);
         }
         if (more) ptx::barrier_arrive(kEpilogueTurn + 1 - consumer, 2 * kWarpgroup);
+        if constexpr (kTells<kDraw, kMBlocks>) {
+          if (!real) return;
+          if (more && p.work.maxima.at != nullptr && tile_word < kTileWord + kToldTiles) {
+            __syncwarp();
+            if (ptx::thread() % 32 == 0) ptx::add_release(p.work.maxima.words + tile_word, 1);
+          }
+          tile_word += 2;
+        }
       },
       // beyond the last column; nothing is rehearsed where the first tile would have to wait for it
       make_int4(0, p.schedule.groups, p.operands.k_blocks >= kRehearsedFrom ? kGroups : 0, last_place));
@@ -226,13 +240,8 @@ VS_DEVICE void forward(const WgmmaParams& p, char* base) {
   const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
   const int32_t cluster = blockIdx.x / 2, count = tile_count(p.schedule, cluster);
   start_ring<kMBlocks, kGroups, Layout::kRing>(p.operands, shared);
-  // for who is launched beside this grid, and asks whether it is worth while to prepare
-  const bool tells = kMBlocks == 1 && !kDraw && p.work.maxima.at != nullptr && threadIdx.x == 0;
-  if (tells && blockIdx.x == 0) {
-    *static_cast<volatile int32_t*>(p.work.maxima.ending) = 0;
-    __threadfence();
-  }
-  ptx::grid_launch_next();
+  const bool tells = kTells<kDraw, kMBlocks> && p.work.maxima.at != nullptr;
+  if (!tells) ptx::grid_launch_next();
   if (warp < kWarpgroup / 32) {
     ptx::registers_lower<kProducerRegisters>();
     if (threadIdx.x % 32 == 0) {
@@ -241,10 +250,18 @@ VS_DEVICE void forward(const WgmmaParams& p, char* base) {
     }
   } else {
     ptx::registers_raise<kRegisters>();
+    if (tells) {  // the next grid may begin once a thread of each CTA says so
+      for (int32_t i = 2 * kWarpgroup * blockIdx.x + threadIdx.x - kWarpgroup; i < p.work.maxima.word_count;
+           i += 4 * kWarpgroup * p.schedule.clusters)
+        p.work.maxima.words[i] = 0;
+      __threadfence();
+      ptx::barrier_sync(kWordsReady, 2 * kWarpgroup);
+      ptx::grid_launch_next();
+    }
     consume<Element, kEntropy, kDraw, kTop, kMBlocks, kGroups>(p, base, shared, count);
   }
   finish_ring();
-  if (tells) *static_cast<volatile int32_t*>(p.work.maxima.ending) = 1;
+  if (tells && threadIdx.x == 0) ptx::add_release(p.work.maxima.words + kEndedWord, 1);
 }
 
 template <class Element, bool kEntropy, bool kDraw, int kMBlocks, int kGroups, bool kTop = false>

@@ -64,8 +64,14 @@ struct KeptRows {
 struct GroupMaxima {
   float* at;  // null: not wanted
   int64_t row_stride;
-  int32_t* ending;  // is 1 once a CTA of the forward has ended, 0 before
+  int32_t* words;  // for who is launched beside; all 0 by then
+  int32_t word_count;
 };
+
+// The first of those words: how many CTAs of the forward have ended, the first a sixth of the time before the last; and
+// behind it, for every but the last of a CTA's tiles, how many warps have stored it. The rest belongs to who is beside.
+constexpr int32_t kEndedWord = 0, kTileWord = 1, kToldTiles = 30, kForwardWords = 32;
+constexpr int32_t kTellingWarps = 4;  // of a CTA
 
 // The best columns are ranked beside, those of before and these, and those that are better than the target counted.
 struct TopkRows {
@@ -137,8 +143,10 @@ void launch_fold(const FoldCall& call, cudaStream_t stream);
 // records [ranks, 6, rows] of a draw: the first of the ranks' winners is the target.
 void launch_fold_drawn(const FoldCall& call, const DrawnRows& drawn, cudaStream_t stream);
 
-// Whether a forward that writes logits can give the maxima of its groups too, and leave rows to be merged.
+// Whether a forward that writes logits can give the maxima of its groups too, and leave rows to be merged; and by which
+// schedule then.
 bool gives_maxima(const ForwardCall& call, int32_t multiprocessors);
+Schedule schedule_of_few(const ForwardCall& call, int32_t multiprocessors);
 // Whether a forward can draw: by shape, strides, and where this rank's columns begin.
 bool draws_beside(const ForwardCall& call, int32_t multiprocessors);
 

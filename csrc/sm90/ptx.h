@@ -91,6 +91,16 @@ VS_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" :::
 VS_DEVICE void grid_launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 VS_DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Between blocks of a device: who reads a word that was added to reads what was stored before.
+VS_DEVICE void add_release(int32_t* at, int32_t by) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(by) : "memory");
+}
+VS_DEVICE int32_t load_acquire(const int32_t* at) {
+  int32_t x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
+}
+
 // ---- tensor copies ----
 
 VS_DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
@@ -211,6 +221,13 @@ VS_DEVICE float max_nan(float a, float b) {
 VS_DEVICE float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// By approximation, of normal ones.
+VS_DEVICE float sqrt(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -46,14 +46,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::grid_launch_next();
 
   Head& head = Workspace(call.workspace, p.rows).heads[n];
-  if (call.maxima_there && head.decided) return;
   const Partial uncut = record_load<false>(call.uncut + n, p.rows);
   const float scale = scale_of(p, n), y_max = uncut.y_max;
   if (!in_range(y_max) || is_nan(scale)) {
     if (threadIdx.x == 0) head.usable = false;
     return;
   }
-  const int32_t k_max = exp_k(clamp_logit(y_max));
   const Columns columns = columns_of(p, n);
   const int32_t strata = (columns.valid + 8 * stride - 1) / (8 * stride), pieces = 2 * strata;
   float best = neg_inf();
@@ -142,14 +140,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     deep = crossing[0], shallow = crossing[1];
     const float depth = depth_of(deep + 1), slack = (fabsf(y_max) + depth) * 0x1p-21f;
     head.y_max = y_max;
-    head.low = deep == kBins - 1 ? -FLT_MAX : y_max - depth - slack;  // -inf is no candidate
-    head.high = shallow == 0 ? -neg_inf() : y_max - depth_of(shallow) + slack;
-    head.k_max = k_max;
-    head.usable = true;
+    head.window = {deep == kBins - 1 ? -FLT_MAX : y_max - depth - slack,  // -inf is no candidate
+                   shallow == 0 ? -neg_inf() : y_max - depth_of(shallow) + slack};
     // where logits are clamped, masses need more care than the next grid takes
     head.listed = y_max < -kLogitLimit + 256.0f ? kListed + 1 : 0;
     head.collected = 0;
-    head.total = head.above = 0;
+    head.usable = true;
   }
   if (!p.draw || warp != 0) return;
   place = best_of_warp[lane % kWarps];
@@ -159,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // the best column of the sample: infinite unless it is kept for sure
   head.bound = from_bits(0x7f800000u);
   const float z = logit_of(static_cast<int32_t>(place >> 32));
-  if (place == kKeepAll || !(mul(z, scale) > head.high)) return;
+  if (place == kKeepAll || !(mul(z, scale) > head.window.high)) return;
   const int64_t id = kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)), row = p.row_keys[n];
   const float clock = clock_at(column_word(id, 0, p.seed, row), id, p.seed, row);
   head.bound = bound_of(clock, Terms(y_max, scale)(z, true));

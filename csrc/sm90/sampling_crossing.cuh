@@ -27,13 +27,13 @@ struct CrossingShared {
 template <int kThreads>
 struct Listed {
   const int64_t* places;
-  int32_t count;
+  int32_t count, stride = 1;
 
   VS_DEVICE bool few() const { return count <= kFewPlaces; }
 
   template <class Take>
   VS_DEVICE void each(const Take& take) const {
-    for (int32_t i = threadIdx.x; i < count; i += kThreads) take(places[i]);
+    for (int32_t i = threadIdx.x; i < count; i += kThreads) take(places[stride * i]);
   }
 };
 
@@ -152,16 +152,10 @@ VS_DEVICE Words<2> range_of(int32_t lowest, int32_t highest) {
            static_cast<int64_t>(highest) * (int64_t{1} << 32) + 0xffffffff}};
 }
 
-// What all columns' masses come to, at least and at most; high = 0: what those of the source do.
-struct Total {
-  int64_t low, high;
-};
-
 // The row's cut, of a source that holds all columns the steps may keep, between two orders. False: it does not.
 template <int kThreads, class Source>
 __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThreads>& s, const SamplingRows& p,
-                                      const Row& row, float y_max, int32_t lowest, int32_t highest, const Total& all,
-                                      int64_t& cut) {
+                                      const Row& row, float y_max, int32_t lowest, int32_t highest, int64_t& cut) {
   const float scale = row.scale;
   const int32_t k_max = exp_k(clamp_logit(y_max));
   const Words<2> range = range_of(lowest, highest);
@@ -181,21 +175,13 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThre
       const bool by_mass = step.kind == kTopP;
       const Weigh weigh = {by_mass, scale, k_max};
       int64_t wanted = min(step.number, static_cast<int64_t>(row.columns.valid));
-      if (by_mass && k == 0 && all.high > 0) {
-        // both ends of the total are to say the same
-        int64_t least;
-        wanted = share_of(step.number, all.high);
-        if (!crossing(source, s, weigh, share_of(step.number, all.low), range.x[0], range.x[1], least)) return false;
-        if (!crossing(source, s, weigh, wanted, range.x[0], range.x[1], next) || least != next) return false;
-      } else {
-        if (by_mass) {
-          Words<1> total = {{0}};
-          source.each([&](int64_t place) { total.x[0] += place >= cut ? weigh(place) : 0; });
-          wanted = share_of(step.number, over_block<kThreads / 32>(s.words, total, Sum()).x[0]);
-        }
-        const int64_t low = by_mass ? max(range.x[0], cut) : range.x[0];
-        if (!crossing(source, s, weigh, wanted, low, range.x[1], next)) return false;
+      if (by_mass) {
+        Words<1> total = {{0}};
+        source.each([&](int64_t place) { total.x[0] += place >= cut ? weigh(place) : 0; });
+        wanted = share_of(step.number, over_block<kThreads / 32>(s.words, total, Sum()).x[0]);
       }
+      const int64_t low = by_mass ? max(range.x[0], cut) : range.x[0];
+      if (!crossing(source, s, weigh, wanted, low, range.x[1], next)) return false;
       next = cut_at(source, next, by_mass);
     }
     cut = max(cut, next);
@@ -207,15 +193,16 @@ VS_DEVICE int64_t candidate(float z, int32_t column) {
   return static_cast<int64_t>((static_cast<uint64_t>(bits(z)) << 32) | static_cast<uint32_t>(column));
 }
 
-// `count` candidates' places into `list`; their lowest and highest orders into s.
+// The places of `count` candidates, whose words are `apart` in `listed`, into `list`; their lowest and highest orders
+// into s.
 template <int kThreads>
-VS_DEVICE Listed<kThreads> place_listed(const int64_t* listed, uint32_t count, int64_t* list, const Columns& columns,
-                                        CrossingShared<kThreads>& s) {
+VS_DEVICE Listed<kThreads> place_listed(const int64_t* listed, int32_t apart, uint32_t count, int64_t* list,
+                                        int32_t stride, const Columns& columns, CrossingShared<kThreads>& s) {
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    const auto word = static_cast<uint64_t>(__ldcg(listed + i));
+    const auto word = static_cast<uint64_t>(__ldcg(listed + apart * i));
     const float z = from_bits(static_cast<uint32_t>(word >> 32));
-    list[i] = place_of(z, columns.vocab_start + static_cast<uint32_t>(word));
+    list[stride * i] = place_of(z, columns.vocab_start + static_cast<uint32_t>(word));
     lowest = min(lowest, order_of(z));
     highest = max(highest, order_of(z));
   }
@@ -226,14 +213,14 @@ VS_DEVICE Listed<kThreads> place_listed(const int64_t* listed, uint32_t count, i
     atomicMax(&s.highest, highest);
   }
   __syncthreads();
-  return {list, static_cast<int32_t>(count)};
+  return {list, static_cast<int32_t>(count), stride};
 }
 
 // By all columns, where candidates are not enough.
 template <int kThreads>
 VS_DEVICE int64_t cut_of_all(const SamplingRows& p, const Row& row, float y_max, CrossingShared<kThreads>& s) {
   int64_t cut;
-  find_cut(WholeRow<kThreads>{row.columns}, s, p, row, y_max, order_of(neg_inf()), order_of(-neg_inf()), {}, cut);
+  find_cut(WholeRow<kThreads>{row.columns}, s, p, row, y_max, order_of(neg_inf()), order_of(-neg_inf()), cut);
   return cut;
 }
 

@@ -5,6 +5,11 @@
 
 namespace vocabshard::sm90::sampling {
 
+// What all columns' masses come to, at least and at most; high = 0: what those of the candidates do.
+struct Total {
+  int64_t low, high;
+};
+
 // How many of `count` places, best first and this thread's `place`, the steps keep; 0: a step wants more than there
 // are, or both ends of `total` do not say the same.
 template <int kThreads>

@@ -7,20 +7,18 @@
 namespace vocabshard::sm90::sampling {
 
 // `listed`: candidates, whose y are at least `low`, and no other column's; their places take their place. More than
-// kListed: they are not all there. False: `total` does not tell.
+// kListed: they are not all there.
 template <int kThreads>
-__device__ __noinline__ bool finish_row(const SamplingStream& call, const Row& row, float y_max, float low,
-                                        uint32_t count, int64_t* listed, const Total& total,
-                                        CrossingShared<kThreads>& s) {
+__device__ __noinline__ void finish_row(const SamplingStream& call, const Row& row, float y_max, float low,
+                                        uint32_t count, int64_t* listed, CrossingShared<kThreads>& s) {
   const SamplingRows& p = call.rows;
   const Columns& columns = row.columns;
   int64_t cut = kKeepAll;
   bool found = false;
   if (count <= kListed) {
-    const Listed<kThreads> source = place_listed(listed, count, listed, columns, s);
-    found = find_cut(source, s, p, row, y_max, s.lowest, s.highest, total, cut);
+    const Listed<kThreads> source = place_listed(listed, 1, count, listed, 1, columns, s);
+    found = find_cut(source, s, p, row, y_max, s.lowest, s.highest, cut);
   }
-  if (!found && total.high > 0) return false;
   if (!found) cut = cut_of_all(p, row, y_max, s);
   Race race;
   if (found) {
@@ -42,7 +40,6 @@ __device__ __noinline__ bool finish_row(const SamplingStream& call, const Row& r
   }
   const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race);
   if (threadIdx.x == 0) put_row(call, row, cut, whole.first(), whole.partial(y_max));
-  return true;
 }
 
 }  // namespace vocabshard::sm90::sampling

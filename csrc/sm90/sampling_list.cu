@@ -1,6 +1,5 @@
 // Rows of which few columns are kept (sampling_stream.h). Of the maxima of a row's groups of columns the k-th largest
-// bounds its k-th best column from below, and those that come to a top_p's share by themselves bound what it keeps; few
-// groups have a column that reaches such a bound. A CTA a row reads these alone.
+// bounds its k-th best column from below, and few groups have a column that reaches it. A CTA a row reads these alone.
 //
 // What takes time here is that nobody has fetched this code before. So it runs once on a made-up row while the forward
 // still runs: a CTA fits beside one of the forward for few rows (merge.cu).
@@ -14,17 +13,18 @@ namespace {
 
 __device__ __align__(16) float made_up[kMaximaColumns];  // columns, all equal, and the maximum of their group
 
-// `wanted`: of the top_k that comes first; 0: there is one top_p, and rows that are not decided go on to the next grid.
+// `wanted`: of the top_k that comes first.
 __global__ void __launch_bounds__(kFewThreads, 6)
     list_kernel(const __grid_constant__ SamplingStream call, int32_t wanted) {
   __shared__ FewShared s;
   const SamplingRows& p = call.rows;
   const Workspace work(call.workspace, p.rows);
   const int64_t n = blockIdx.x;
-  int64_t* const list = work.candidates + n * kListed;
+  int64_t* const list = work.candidates + n * kCandidateWords;
   ptx::grid_launch_next();
 #pragma unroll 1
-  for (int pass = call.maxima_there && __syncthreads_or(work.early()) ? 0 : 1; pass < 2; ++pass) {
+  for (int pass = call.maxima_there && __syncthreads_or(work.early(call.unmerged.schedule.clusters / 2)) ? 0 : 1;
+       pass < 2; ++pass) {
     const bool real = pass == 1;
     Row row = {n, {made_up, kMaximaColumns, 0}, 1.0f, 0, false};
     if (real) {
@@ -36,22 +36,13 @@ __global__ void __launch_bounds__(kFewThreads, 6)
     const Partial uncut = real ? uncut_of<kFewThreads>(call, n, s.of_warp) : Partial{};
     const float y_max = uncut.y_max;
     if (!usable(row, y_max)) {
-      if (threadIdx.x == 0) {
-        put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
-        if (wanted == 0) work.heads[n].decided = true;
-      }
+      if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
       return;
     }
     float low;
-    Total all = {0, 0};
-    const uint32_t count = wanted == 0 ? list_share(row, maxima, uncut, p.step[0].number, list, low, all, s)
-                                       : list_best(row, maxima, y_max, real ? wanted : 1, list, low, s);
-    const bool done = (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), all, s)) ||
-                      ((wanted > 0 || count <= kListed) && finish_row(call, row, y_max, low, count, list, all, s));
-    if (wanted == 0 && real && threadIdx.x == 0) {
-      work.heads[n].decided = done;
-      record_store<false>(call.uncut + n, p.rows, uncut);
-    }
+    const uint32_t count = list_best(row, maxima, y_max, real ? wanted : 1, list, low, s);
+    if (count > kFewPlaces || !finish_few(call, row, y_max, static_cast<int32_t>(count), {0, 0}, s))
+      finish_row(call, row, y_max, low, count, list, s);
   }
 }
 
@@ -96,8 +87,7 @@ void launch_maxima(const SamplingStream& call, cudaStream_t stream) {
 void launch_list(const SamplingStream& call, cudaStream_t stream) {
   const SamplingStep* step = call.rows.step;
   while (step->kind == kMinP) ++step;
-  const int64_t most = step->number < call.rows.valid ? step->number : call.rows.valid;
-  const auto wanted = static_cast<int32_t>(step->kind == kTopP ? 0 : most);
+  const auto wanted = static_cast<int32_t>(step->number < call.rows.valid ? step->number : call.rows.valid);
   static OncePerDevice once;
   once([] {  // as the forward has it: an SM that is to be set otherwise must run empty first
     check(cudaFuncSetAttribute(list_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,

@@ -79,33 +79,24 @@ struct Maxima {
   }
 };
 
-// How many maxima each(take) gives of every depth. s.bin becomes `none`.
-template <class Each>
-VS_DEVICE const uint32_t* count_depths(float scale, float y_max, int32_t none, const Each& each, FewShared& s) {
-  auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
-  __syncthreads();
-  for (int i = threadIdx.x; i < kMaximaDepths; i += kFewThreads) bins[i] = 0;
-  if (threadIdx.x == 0) s.bin = none;
-  __syncthreads();
-  each([&](float z) {
-    if (!is_neg_inf(z)) atomicAdd(&bins[bin_of_maximum(add(y_max, -mul(z, scale)))], 1u);
-  });
-  __syncthreads();
-  return bins;
-}
-
 // A y that `wanted` groups reach, or, unless `exact`, the best groups of as many threads; -FLT_MAX where they are
 // fewer, or none is near.
 VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_t wanted, bool exact, FewShared& s) {
-  const auto given = [&](const auto& take) {
-    float best = neg_inf();
-    maxima.each([&](float z) {
-      if (exact) take(z);
-      best = fmaxf(best, z);
-    });
-    if (!exact) take(best);
+  auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kMaximaDepths; i += kFewThreads) bins[i] = 0;
+  if (threadIdx.x == 0) s.bin = kMaximaDepths - 1;
+  __syncthreads();
+  const auto count = [&](float z) {
+    if (!is_neg_inf(z)) atomicAdd(&bins[bin_of_maximum(add(y_max, -mul(z, scale)))], 1u);
   };
-  const uint32_t* const bins = count_depths(scale, y_max, kMaximaDepths - 1, given, s);
+  float best = neg_inf();
+  maxima.each([&](float z) {
+    if (exact) count(z);
+    best = fmaxf(best, z);
+  });
+  if (!exact) count(best);
+  __syncthreads();
   int32_t mine = 0;
 #pragma unroll
   for (int i = 0; i < kMaximaDepthsOfThread; ++i)
@@ -119,55 +110,6 @@ VS_DEVICE float bound_of_maxima(Maxima& maxima, float scale, float y_max, int32_
   __syncthreads();
   if (s.bin == kMaximaDepths - 1) return -FLT_MAX;
   return y_at_depth(y_max, depth_of_maximum(s.bin + 1));
-}
-
-// A y that groups' maxima reach which come to `mass` alone, in units of e^y_max; FLT_MAX where more than `most` groups
-// would be needed.
-VS_DEVICE float bound_of_mass(Maxima& maxima, float scale, float y_max, float mass, int32_t most, FewShared& s) {
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto given = [&](const auto& take) { maxima.each(take); };
-  const uint32_t* const bins = count_depths(scale, y_max, kMaximaDepths, given, s);
-  const int32_t first = kMaximaDepthsOfThread * static_cast<int32_t>(threadIdx.x);
-  const auto least_of = [&](int32_t bin) {
-    return static_cast<float>(bins[bin]) * ptx::exp2(-mul(depth_of_maximum(bin + 1), kLog2e));
-  };
-  int32_t groups = 0;
-  float own = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kMaximaDepthsOfThread; ++i) {
-    groups += static_cast<int32_t>(bins[first + i]);
-    own += least_of(first + i);
-  }
-  int32_t groups_up_to = groups;
-  float up_to = own;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, groups_up_to, step);
-    const float other_mass = __shfl_up_sync(kAllLanes, up_to, step);
-    if (lane >= step) groups_up_to += other, up_to += other_mass;
-  }
-  if (lane == 31) s.words[warp][0] = groups_up_to, s.words[warp][1] = static_cast<int64_t>(bits(up_to));
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kFewWarps; ++w)
-    if (w < warp) {
-      groups_up_to += static_cast<int32_t>(s.words[w][0]);
-      up_to += from_bits(static_cast<uint32_t>(s.words[w][1]));
-    }
-  groups_up_to -= groups, up_to -= own;
-  int32_t bin = kMaximaDepths;
-#pragma unroll
-  for (int i = 0; i < kMaximaDepthsOfThread; ++i) {
-    groups_up_to += static_cast<int32_t>(bins[first + i]);
-    up_to += least_of(first + i);
-    if (up_to >= mass && groups_up_to <= most) bin = min(bin, first + i);
-  }
-  bin = __reduce_min_sync(kAllLanes, bin);
-  if (lane == 0) atomicMin(&s.bin, bin);
-  __syncthreads();
-  bin = s.bin;
-  __syncthreads();
-  return bin >= kMaximaDepths - 1 ? FLT_MAX : y_at_depth(y_max, depth_of_maximum(bin + 1));
 }
 
 // The groups whose maxima reach `low`, into s.bins. Returns how many.
@@ -237,19 +179,6 @@ VS_DEVICE uint32_t list_best(const Row& row, Maxima& maxima, float y_max, int32_
     if (exact || found <= 4 * static_cast<uint32_t>(wanted)) return list_columns(row, found, low, list, s);
     exact = true;  // many of the best are of few threads
   }
-}
-
-// What a top_p of `share` may keep, where groups' maxima alone come to that: as list_best, or kListed + 1. `all`: what
-// all columns' masses come to, of which `uncut` knows but roundings: a tile's four, a mass's one, and those made here.
-VS_DEVICE uint32_t list_share(const Row& row, Maxima& maxima, const Partial& uncut, int64_t share, int64_t* list,
-                              float& low, Total& all, FewShared& s) {
-  constexpr int32_t kMost = 512;
-  const float total = total_of(uncut), wanted = total * (static_cast<float>(share) * 0x1p-30f) * 1.00001f;
-  const double mass = static_cast<double>(total) * static_cast<double>(exp_split(clamp_logit(uncut.y_max)).p);
-  all = {static_cast<int64_t>(mass * (0x1p+40 - 0x1p+20)), static_cast<int64_t>(mass * (0x1p+40 + 0x1p+20))};
-  low = bound_of_mass(maxima, row.scale, uncut.y_max, wanted, kMost, s);
-  if (low == FLT_MAX || uncut.y_max < -kLogitLimit + 256.0f) return kListed + 1;
-  return list_columns(row, list_groups(maxima, row.scale, low, s), low, list, s);
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -109,39 +109,53 @@ VS_DEVICE float tile_of_lane(const float (&s)[4]) {
   return add(upper ? b : a, __shfl_xor_sync(kAllLanes, upper ? a : b, 2));
 }
 
+// A tile of 16 columns, which a thread reads at once.
+struct TileOfColumns {
+  int32_t first;
+  float4 v[kTile / 4];
+
+  VS_DEVICE TileOfColumns(const Columns& columns, int32_t column) : first(column / kTile * kTile) {
+    if (first + kTile <= columns.valid) {  // not one after the other
+#pragma unroll
+      for (int i = 0; i < kTile / 4; ++i) v[i] = *reinterpret_cast<const float4*>(columns.row + first + 4 * i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTile / 4; ++i) v[i] = columns.four(first + 4 * i);
+    }
+  }
+  // The sum of its kept columns. `cut_z`, `last`: the cut, z finite and column.
+  VS_DEVICE double sum(const Terms& term, float cut_z, int32_t last, int32_t valid) {
+    float e[kTile];
+#pragma unroll
+    for (int i = 0; i < kTile / 4; ++i) {
+      if (last < valid) leave_out(v[i], cut_z, last - (first + 4 * i));
+      const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) e[4 * i + j] = term(z[j], z[j] >= cut_z);
+    }
+    return static_cast<double>(tree16(e));
+  }
+};
+
+VS_DEVICE int32_t column_at(const Columns& columns, int64_t place) {
+  return static_cast<int32_t>(kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)) - columns.vocab_start);
+}
+
 // The sum of the kept columns of a place's tile, if no column of it before the place has(z, column). `cut_z`, `tie`:
 // the cut, z finite and column.
 template <class Has>
 VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, float cut_z, int32_t tie, int64_t place,
                            logits::Counters& sum, const Has& has) {
-  const auto column =
-      static_cast<int32_t>(kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)) - columns.vocab_start);
-  const int32_t first = column / kTile * kTile;
-  float4 v[kTile / 4];
-  if (first + kTile <= columns.valid) {  // all at once, not one after the other
-#pragma unroll
-    for (int i = 0; i < kTile / 4; ++i) v[i] = *reinterpret_cast<const float4*>(columns.row + first + 4 * i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kTile / 4; ++i) v[i] = columns.four(first + 4 * i);
-  }
+  const int32_t column = column_at(columns, place);
+  TileOfColumns tile(columns, column);
   uint32_t which = 0;
 #pragma unroll
   for (int i = 0; i < kTile / 4; ++i) {
-    const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+    const float z[4] = {tile.v[i].x, tile.v[i].y, tile.v[i].z, tile.v[i].w};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) which |= has(z[j], first + 4 * i + j) ? 1u << (4 * i + j) : 0;
+    for (int j = 0; j < 4; ++j) which |= has(z[j], tile.first + 4 * i + j) ? 1u << (4 * i + j) : 0;
   }
-  if ((which & ((1u << (column - first)) - 1)) != 0) return;
-  float e[kTile];
-#pragma unroll
-  for (int i = 0; i < kTile / 4; ++i) {
-    if (tie < columns.valid) leave_out(v[i], cut_z, tie - (first + 4 * i));
-    const float z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) e[4 * i + j] = term(z[j], z[j] >= cut_z);
-  }
-  sum.add_positive(static_cast<double>(tree16(e)));
+  if ((which & ((1u << (column - tile.first)) - 1)) == 0) sum.add_positive(tile.sum(term, cut_z, tie, columns.valid));
 }
 
 // This thread's share of all columns under a cut.
@@ -189,7 +203,7 @@ VS_DEVICE PartOfRow part_of_row(int64_t (*words)[kLimbs], const Race& race, cons
   race.sum.get(sums.x);
   sums = over_block<kWarps>(words, Sum()(sums, more), Sum());
   const Words<2> first = over_block<kWarps>(words, race.first, Smaller());
-  return {first.x[0], first.x[1], {sums.x[0], sums.x[1], sums.x[2]}, 0};
+  return {first.x[0], first.x[1], {sums.x[0], sums.x[1], sums.x[2]}, 0, 0};
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -28,11 +28,6 @@ Parts parts_of(int64_t rows, int64_t valid, int64_t granule, int64_t slots) {
 
 int64_t sampling_stream_row_bytes() { return sampling::kRowBytes; }
 
-GroupMaxima sampling_stream_maxima(void* workspace, int64_t rows) {
-  const sampling::Workspace work(workspace, rows);
-  return {work.maxima, sampling::kRowMaxima, work.ending};
-}
-
 bool streams_rows(const SamplingRows& call) {
   const bool vectors = reinterpret_cast<uintptr_t>(call.logits) % 16 == 0 && call.row_stride % 4 == 0;
   if (!call.whole || !vectors || call.vocab_start % 4 != 0 || call.given_cut != nullptr || call.best_count > 0 ||
@@ -53,11 +48,26 @@ bool streams_rows(const SamplingRows& call) {
   return few;
 }
 
+namespace {
+// Alone; of those behind a top_k little is left.
+bool is_top_p(const SamplingRows& call) { return call.steps == 1 && call.step[0].kind == kTopP; }
+}  // namespace
+
+GroupMaxima sampling_stream_maxima(const SamplingRows& call, void* workspace) {
+  const sampling::Workspace work(workspace, call.rows);
+  return {work.maxima, sampling::kRowMaxima, work.words, is_top_p(call) ? work.word_count(call.rows) : kForwardWords};
+}
+
+bool streams_beside(const SamplingRows& call, const Schedule& schedule) {
+  return streams_rows(call) &&
+         (!is_top_p(call) || (call.rows <= std::min<int64_t>(multiprocessor_count(), sampling::kMostLeft) &&
+                              sampling::has_time(schedule)));
+}
+
 void launch_sampling_stream(const SamplingStream& call, cudaStream_t stream) {
   if (call.rows.rows == 0) return;
-  if (call.rows.steps == 1 && call.rows.step[0].kind == kTopP) {
-    if (call.maxima_there) sampling::launch_list(call, stream);
-    sampling::launch_bracket(call, stream);
+  if (is_top_p(call.rows)) {
+    call.unmerged.partials != nullptr ? sampling::launch_count(call, stream) : sampling::launch_bracket(call, stream);
     sampling::launch_collect(call, stream);
   } else {
     if (!call.maxima_there) sampling::launch_maxima(call, stream);

@@ -10,50 +10,80 @@
 namespace vocabshard::sm90::sampling {
 
 constexpr int kListed = 8192;  // candidates of a row
+constexpr int64_t kCandidateWords = 2 * kListed;
 constexpr int32_t kMaximaColumns = 64;
-constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns + 32;  // and room for `ending`
+constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns;
 
 constexpr int kMostParts = 96;  // CTAs of a row
 
+constexpr int kDepths = 4096;  // of a row's columns, beside a forward
+
+// The columns that may be the last that is kept lie in [low, high] by y.
+struct Window {
+  float low, high;
+};
+
+// Of a row's columns that were counted by depth: by how many CTAs so far, from which y on down, and the best one, its y
+// as a radix_key above the bits of its clock.
+struct Counted {
+  uint32_t collected;
+  float top;
+  unsigned long long best;
+};
+
 // Of one row under a top_p, from grid to grid.
 struct alignas(128) Head {
-  float y_max, low, high;  // candidates lie in [low, high] by y; what is above is kept if the crossing is among them
-  int32_t k_max;
-  bool decided;  // list_kernel has done all; only where maxima are there
+  float y_max;
+  Window window;               // what is above is kept if the crossing is in it
+  uint32_t listed, collected;  // candidates, and CTAs that have come
+  float bound;                 // of terms, for who may come first: bound_of
   bool usable;
-  uint32_t listed, collected;
-  unsigned long long total, above;  // masses
-  float bound;                      // of terms, for who may come first: bound_of
 };
 static_assert(sizeof(Head) == 128);
 
 // What some columns come to.
-struct alignas(16) PartOfRow {
-  int64_t arrival, who, c[kLimbs], pad;
+struct alignas(64) PartOfRow {
+  int64_t arrival, who, c[kLimbs];
+  int64_t total, above;  // masses of all of them, where these are summed, and of what is above the window
 
   VS_DEVICE Words<2> first() const { return {{arrival, who}}; }
   VS_DEVICE Partial partial(float y_max) const { return {y_max, quiet_nan(), {c[0], c[1], c[2]}, {0, 0, 0}}; }
 };
+static_assert(sizeof(PartOfRow) == 64);
+
+constexpr int64_t kCountedWords = 32, kMostLeft = 256;
+constexpr int32_t kLeftWord = kTileWord + kToldTiles;
 
 struct Workspace {
   Head* heads;          // [rows]
   PartOfRow* parts;     // [rows, kMostParts]
-  int64_t* candidates;  // [rows, kListed]: bits of z, and the column below
+  int64_t* candidates;  // [rows, kCandidateWords]: bits of z, and the column below; or a Candidate's
   float* maxima;        // [rows, kRowMaxima] of groups
-  int32_t* ending;      // GroupMaxima's
+  int32_t* words;       // GroupMaxima's: kForwardWords, and
+  int32_t* left;        // [kMostLeft]: the kLeftWord rows that launch_count has left
+  int32_t* counted;     // [rows, kCountedWords]
+  uint32_t* depths;     // [rows, kDepths], how many columns
 
   __host__ __device__ Workspace(void* memory, int64_t rows)
       : heads(static_cast<Head*>(memory)),
         parts(reinterpret_cast<PartOfRow*>(heads + rows)),
         candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)),
-        maxima(reinterpret_cast<float*>(candidates + rows * kListed)),
-        ending(reinterpret_cast<int32_t*>(maxima + rows * kRowMaxima) - 1) {}
+        maxima(reinterpret_cast<float*>(candidates + rows * kCandidateWords)),
+        words(reinterpret_cast<int32_t*>(maxima + rows * kRowMaxima)),
+        left(words + kForwardWords),
+        counted(left + kMostLeft),
+        depths(reinterpret_cast<uint32_t*>(counted + kCountedWords * rows)) {}
 
-  // Whether the forward that this grid waits for goes on for a while.
-  VS_DEVICE bool early() const { return *static_cast<volatile const int32_t*>(ending) == 0; }
+  static int32_t word_count(int64_t rows) {
+    return static_cast<int32_t>(kForwardWords + kMostLeft + rows * (kCountedWords + kDepths));
+  }
+  VS_DEVICE Counted& counted_of(int64_t n) const { return *reinterpret_cast<Counted*>(counted + kCountedWords * n); }
+  // Whether the forward that this grid waits for goes on for a while: fewer than so many of its CTAs have ended.
+  VS_DEVICE bool early(int32_t ctas) const { return *static_cast<volatile const int32_t*>(words + kEndedWord) < ctas; }
 };
-constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kListed + 4 * kRowMaxima;
-static_assert(kRowBytes % 128 == 0 && 4 * kRowMaxima % 16 == 0, "rows are aligned");
+constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kCandidateWords +
+                              4 * (kRowMaxima + kForwardWords + kMostLeft + kCountedWords + kDepths);  // for each row
+static_assert(kRowBytes % 128 == 0 && 4 * kRowMaxima % 128 == 0 && kForwardWords % 32 == 0, "rows are aligned");
 
 // Columns of one row.
 struct Columns {
@@ -142,9 +172,9 @@ VS_DEVICE Partial uncut_of(const SamplingStream& call, int64_t n, Partial* of_wa
   return record_load<false>(call.uncut + n, call.rows.rows);
 }
 
-// A row's results, by one thread: `partial` has the sums of what is kept.
-VS_DEVICE void put_row(const SamplingStream& call, const Row& row, int64_t cut, const Words<2>& first,
-                       Partial partial) {
+// A row's results, by one thread: `partial` has the sums of what is kept. Out of line, as it folds.
+static __device__ __noinline__ void put_row(const SamplingStream& call, const Row& row, int64_t cut,
+                                            const Words<2>& first, Partial partial) {
   const SamplingRows& p = call.rows;
   const int64_t n = row.n;
   const bool some = p.draw && first.x[0] != kNoArrival;

@@ -117,15 +117,35 @@ VS_SCHEDULE int32_t most_groups(const Schedule& s, int32_t cluster) {
 // Tiles of each CTA of a cluster.
 VS_SCHEDULE int32_t tile_count(const Schedule& s, int32_t cluster) { return cluster < s.over ? s.tiles_over : s.tiles; }
 
+// With one unit: the groups of a CTA, or where columns are shared of a cluster, and in how many tiles it takes them.
+struct Owned {
+  int32_t begin, end, tiles;
+};
+VS_SCHEDULE Owned owned_by(const Schedule& s, int32_t cluster, int32_t rank) {
+  const int32_t end = range_begin(s, cluster + 1), most = most_groups(s, cluster);
+  const int32_t from = range_begin(s, cluster) + (s.share_columns ? 0 : rank * most);
+  return {from, end - from < most ? (end > from ? end : from) : from + most, tile_count(s, cluster)};
+}
+// The first group of one of its tiles: wide ones, which keep more loads in flight, and a narrow one at the end, as
+// nothing hides its epilogue.
+VS_SCHEDULE int32_t tile_begin(const Schedule& s, const Owned& owned, int32_t tile) {
+  if (tile >= owned.tiles) return owned.end;
+  const int32_t wide = tile * s.tile_groups, before_last = owned.end - owned.begin - kLastGroups;
+  return owned.begin + (wide < before_last ? wide : tile > 0 ? before_last : 0);
+}
+
+// How many CTAs have more tiles behind this one.
+VS_SCHEDULE int32_t ctas_with_more(const Schedule& s, int32_t tile) {
+  return 2 * ((s.tiles_over > tile + 1 ? s.over : 0) + (s.tiles > tile + 1 ? s.clusters - s.over : 0));
+}
+
 // The tiles of one CTA, in order.
 class Walk {
  public:
   VS_SCHEDULE Walk(const Schedule& s, int32_t cluster, int32_t rank) : schedule_(s), rank_(rank) {
     if (s.units == 1) {
-      const int32_t end = range_begin(s, cluster + 1), most = most_groups(s, cluster);
-      from_ = range_begin(s, cluster) + (s.share_columns ? 0 : rank * most);
-      end_ = end - from_ < most ? (end > from_ ? end : from_) : from_ + most;
-      tiles_ = tile_count(s, cluster);
+      const Owned owned = owned_by(s, cluster, rank);
+      from_ = owned.begin, end_ = owned.end, tiles_ = owned.tiles;
     } else {
       const int32_t low = first_position(s, cluster), high = first_position(s, cluster + 1);
       unit_low_ = low / s.rounds;
@@ -141,7 +161,6 @@ class Walk {
   VS_SCHEDULE Tile next() {
     const Schedule& s = schedule_;
     if (s.units == 1) {
-      // wide ones, which keep more loads in flight, and a narrow one at the end: nothing hides its epilogue
       const int32_t from = from_, left = end_ - from, before_last = left - kLastGroups;
       from_ += --tiles_ == 0 ? left : (before_last < s.tile_groups ? before_last : s.tile_groups);
       return {block_of_unit(s, 0, rank_), from, from_ - from, 0};

@@ -31,13 +31,16 @@ struct int2;  // params.h points to them
 struct alignas(16) longlong2 {
   int64_t x, y;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 struct Index {
   unsigned x;
 };
-extern Index threadIdx, blockIdx;
+extern Index threadIdx, blockIdx, gridDim;
 
 // ---- launches ----
 
@@ -95,6 +98,7 @@ inline void __syncthreads() { emulated::meet_block("__syncthreads", 0); }
 inline int __syncthreads_count(int mine) { return count_of_block("__syncthreads_count", mine); }
 inline int __syncthreads_or(int mine) { return count_of_block("__syncthreads_or", mine) > 0; }
 inline void __threadfence() {}
+inline void __syncwarp() { emulated::meet_warp("__syncwarp", 0); }
 
 // ---- warps ----
 
@@ -154,6 +158,9 @@ T change_atomically(T* at, const Op& op) {
 template <class T>
 T atomicAdd(T* at, std::common_type_t<T> by) {
   return change_atomically(at, [&](T x) { return x + by; });
+}
+inline unsigned long long atomicMax(unsigned long long* at, unsigned long long other) {
+  return change_atomically(at, [&](unsigned long long x) { return x > other ? x : other; });
 }
 inline int atomicMin(int* at, int other) {
   return change_atomically(at, [&](int x) { return x < other ? x : other; });

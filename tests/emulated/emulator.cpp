@@ -14,7 +14,7 @@
 
 #include "cuda_runtime.h"
 
-Index threadIdx, blockIdx;
+Index threadIdx, blockIdx, gridDim;
 
 namespace emulated {
 
@@ -170,6 +170,7 @@ void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<
   if (threads > kMostThreads || threads % kLanes != 0) return fail("such blocks are not emulated");
   body = &kernel;
   dynamic = std::make_unique<Guarded>(shared_bytes, 128);
+  gridDim.x = blocks;
   for (int b : make_order(blocks)) {
     if (!run.failure.empty()) return;
     ++run.blocks;

@@ -91,7 +91,7 @@ std::vector<int64_t> make_partials(const Call& c, const Schedule& schedule, int6
         float y[kTile];
         for (int j = 0; j < kTile; ++j) {
           const float z = first + j < c.valid ? c.logits[n * c.row_stride + first + j] : neg_inf();
-          y[j] = is_neg_inf(z) ? z : mul(z, scale_of(c, n));
+          y[j] = first + j < c.valid ? mul(z, scale_of(c, n)) : z;
         }
         partial_add_tile<false>(partial, y);
       }
@@ -105,9 +105,12 @@ std::vector<int64_t> make_partials(const Call& c, const Schedule& schedule, int6
 // As the workspace shows it, of a row that is usable.
 Source decided_by(const Call& c, const sampling::Workspace& work, int64_t n) {
   const sampling::Head& head = work.heads[n];
-  if (c.steps == 1 && c.kinds[0] == kTopP && !(c.maxima && head.decided))
-    return head.listed > sampling::kListed ? kCollectedAll : kCollected;
-  const int64_t* const list = work.candidates + n * sampling::kListed;
+  if (c.steps == 1 && c.kinds[0] == kTopP) {
+    const int32_t left = c.partials ? work.words[sampling::kLeftWord] : 0;
+    const bool collected = !c.partials || std::count(work.left, work.left + left, static_cast<int32_t>(n)) > 0;
+    if (collected) return head.listed > sampling::kListed ? kCollectedAll : kCollected;
+  }
+  const int64_t* const list = work.candidates + n * sampling::kCandidateWords;
   const int64_t listed = std::find(list, list + sampling::kListed, kUnwritten) - list;
   return listed <= 128 ? kFew : listed < sampling::kListed ? kSomeListed : kListedAll;
 }
@@ -131,24 +134,37 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
   call.fold.logp = c.logp, call.fold.lse = c.lse;
   std::vector<int64_t> partials;
   if (c.partials) {
-    constexpr int kBlockRows = 4;
-    const auto blocks = static_cast<int32_t>((c.rows + kBlockRows - 1) / kBlockRows);
-    const Schedule schedule = make_schedule(blocks, static_cast<int32_t>(groups), 3, 66);
-    partials = make_partials(c, schedule, kBlockRows);
-    call.unmerged = {partials.data(), schedule, kBlockRows};
+    const auto blocks = c.order == emulated::Order::kShuffled ? 2 : 1, rows = static_cast<int32_t>(c.rows / blocks);
+    const auto clusters = static_cast<int32_t>(std::max<int64_t>(1, groups / 24));
+    const Schedule schedule = make_schedule(blocks, static_cast<int32_t>(groups), 3, clusters);
+    partials = make_partials(c, schedule, rows);
+    call.unmerged = {partials.data(), schedule, rows};
     std::memset(c.uncut, 0xff, 32 * c.rows);
   }
   if (c.maxima) {
     for (int64_t n = 0; n < c.rows; ++n)
       std::copy_n(c.maxima + n * groups, groups, work.maxima + n * sampling::kRowMaxima);
-    *work.ending = c.rehearse ? 0 : 1;
+    std::memset(work.words, 0, sizeof(int32_t) * work.word_count(c.rows));
+    work.words[kEndedWord] = c.rehearse ? 0 : 1 << 20;
   }
 
+  const Schedule& schedule = call.unmerged.schedule;
+  const bool tells = c.partials && c.rehearse;
+  for (int32_t tile = 0; tells && tile < kToldTiles; ++tile)
+    work.words[kTileWord + tile] = kTellingWarps * ctas_with_more(schedule, tile);
   Hidden hidden;
   if (c.hide) {
-    hidden.add(logits.at(), logits.bytes());
     c.partials ? hidden.add(partials.data(), 8 * partials.size()) : hidden.add(c.uncut, 32 * c.rows);
-    for (int64_t n = 0; c.maxima && n < c.rows; ++n) hidden.add(work.maxima + n * sampling::kRowMaxima, 4 * groups);
+    // what the forward's CTAs do last, or all that they do
+    for (int32_t cta = 0; cta < (tells ? 2 * schedule.clusters : 1); ++cta) {
+      const Owned owned = tells ? owned_by(schedule, cta / 2, cta % 2) : Owned{0, static_cast<int32_t>(groups), 1};
+      const int64_t first = tile_begin(schedule, owned, owned.tiles - 1), column = kGroupColumns * first;
+      const int64_t columns = std::min<int64_t>(kGroupColumns * owned.end, c.valid) - column;
+      for (int64_t n = 0; columns > 0 && n < c.rows; ++n) {
+        hidden.add(logits.at() + 4 * (n * c.row_stride + column), 4 * columns);
+        if (c.maxima) hidden.add(work.maxima + n * sampling::kRowMaxima + first, 4 * (owned.end - first));
+      }
+    }
   }
   emulated::run.order = c.order, emulated::run.launches = 0, emulated::run.failure.clear();
   emulated::run.block_starts = [&] { hidden.hide(); };

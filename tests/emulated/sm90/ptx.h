@@ -13,6 +13,10 @@ namespace vocabshard::sm90::ptx {
 VS_DEVICE void grid_launch_next() {}
 VS_DEVICE void grid_wait() { emulated::grid_wait(); }
 
+// Other blocks do not run meanwhile.
+VS_DEVICE int32_t load_acquire(const int32_t* at) { return *at; }
+VS_DEVICE void pause(uint32_t) {}
+
 VS_DEVICE float max_nan(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return std::nanf("");
   return a > b || (a == b && !std::signbit(a)) ? a : b;
@@ -25,6 +29,8 @@ VS_DEVICE float exp2(float x) {
   const float y = std::exp2(x) * (1.0f + error);
   return y < 0x1p-126f ? 0.0f : y;
 }
+
+VS_DEVICE float sqrt(float x) { return std::sqrt(x); }
 
 VS_DEVICE bool is_infinite(float x) { return std::isinf(x); }
 
