@@ -60,8 +60,8 @@ VS_DEVICE void list_tile(const Columns& columns, uint32_t mask, int32_t first, f
   }
 }
 
-// Columns `begin`, a multiple of 16, to `end`. Candidates come behind the s.count of before into `list`, `room` at
-// most. A float4 of a thread in turn, and little code: where a block runs once, to fetch it is much of the time.
+// Columns `begin`, a multiple of 16, to `end`: a float4 of a thread in turn, the next two on their way. Candidates come
+// behind the s.count of before into `list`, `room` at most.
 template <int kThreads>
 VS_DEVICE void collect_columns(const SamplingRows& p, const Row& row, const Window& window, const Scales& scales,
                                int32_t begin, int32_t end, Candidate* list, uint32_t room, Collected& to,

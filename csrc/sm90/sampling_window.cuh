@@ -8,8 +8,9 @@
 
 namespace vocabshard::sm90::sampling {
 
-// A column that may be the last. Sums of the window's tiles have no candidate in them; `with` is that of its tile with
-// the candidate, `without` that without. Negative: there are others in the tile, which tell nothing: both are 0.
+// A column that may be the last. What CTAs have summed has no candidate in it: `without` is their sum of its tile,
+// `with` that with the candidate. A tile with several is read again: the first of them has -1 for `with`, others 0 and
+// 0.
 struct alignas(16) Candidate {
   int64_t column;  // bits of z above it
   float with, without;
