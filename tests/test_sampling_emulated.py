@@ -69,7 +69,7 @@ class Call(ctypes.Structure):
 
     FIELDS = (
         "logits rows row_stride valid vocab_start scales scale steps kinds numbers lns seed row_keys target_ids maxima "
-        "partials rehearse hide fold order uncut cut drawn records logp lse decided_by"
+        "partials rehearse hide lost fold order uncut cut drawn records logp lse decided_by"
     ).split()
     _fields_ = [(field, ctypes.c_double if field == "scale" else ctypes.c_int64) for field in FIELDS]
 
@@ -198,6 +198,7 @@ class Way(NamedTuple):
     partials: bool = False  # of the rows, else their records
     rehearse: bool = False  # on a made-up row: the forward has not ended
     hide: bool = False  # what the forward writes, until a grid waits
+    lost: bool = False  # and what it tells before its end
     fold: bool = False
     draw: bool = True
     order: int = 0  # of threads: ascending, descending, shuffled
@@ -205,6 +206,7 @@ class Way(NamedTuple):
 
 WAYS = {
     "partials": Way(partials=True, rehearse=True, hide=True),
+    "lost": Way(partials=True, rehearse=True, hide=True, lost=True),
     "no-maxima": Way(maxima=False, hide=True, order=2),
     "fold": Way(partials=True, rehearse=True, hide=True, fold=True, order=2),
     "no-maxima-fold": Way(maxima=False, fold=True, order=1),
@@ -252,7 +254,7 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
         scale=1.0 if isinstance(scale, Tensor) else scale,
         steps=len(steps),
         seed=SEED,
-        **{field: getattr(way, field) for field in ("partials", "rehearse", "hide", "fold", "order")},
+        **{field: getattr(way, field) for field in ("partials", "rehearse", "hide", "lost", "fold", "order")},
         **{field: 0 if x is None else x.data_ptr() for field, x in tensors.items()},
     )
     failure = library.emulate_sampling(ctypes.byref(call)).decode()
@@ -277,6 +279,7 @@ def cases() -> list[tuple[int, str, str]]:
         (sizes[(i + j) % 3], name, ways[(i + 2 * j) % len(ways)]) for i, name in enumerate(PROGRAMS) for j in range(4)
     ]
     halves = [(V, "top_p 0.5", "partials") for V in (5003, 20032)]  # of 78 and of 312 candidates
+    halves += [(20032, "top_p 0.95", "lost")]
     return list(dict.fromkeys([*each, *halves, (50304, "top_p 0.95", "partials"), (50304, "top_k 50", "no-maxima")]))
 
 

@@ -114,6 +114,16 @@ def test_narrow_vocabularies_come_in_blocks_of_few_rows() -> None:
     assert len(drawn.cut.unique()) == 1
 
 
+def test_a_block_of_rows_fits_into_the_workspace_of_the_grids_that_stream() -> None:
+    from vocabshard import _C
+    from vocabshard.kernels import sm90_sampling, truncated
+
+    if not hasattr(_C, "SAMPLING_STREAM_BYTES"):
+        pytest.skip("no CUDA kernels in this build")
+    rows = len(range(*next(iter(truncated.row_blocks(4096, 151936))).indices(4096)))
+    assert rows > 400 and rows * _C.SAMPLING_STREAM_BYTES <= sm90_sampling.STREAM_BYTES
+
+
 def test_beside_a_compiled_graph() -> None:
     hidden, weight, bias = inputs(9, 16, 150)
     want = vs.vocab_parallel_sample(hidden, weight, bias, program=FULL, seed=4)

@@ -27,13 +27,13 @@ struct CrossingShared {
 template <int kThreads>
 struct Listed {
   const int64_t* places;
-  int32_t count, stride = 1;
+  int32_t count;
 
   VS_DEVICE bool few() const { return count <= kFewPlaces; }
 
   template <class Take>
   VS_DEVICE void each(const Take& take) const {
-    for (int32_t i = threadIdx.x; i < count; i += kThreads) take(places[stride * i]);
+    for (int32_t i = threadIdx.x; i < count; i += kThreads) take(places[i]);
   }
 };
 
@@ -197,12 +197,12 @@ VS_DEVICE int64_t candidate(float z, int32_t column) {
 // into s.
 template <int kThreads>
 VS_DEVICE Listed<kThreads> place_listed(const int64_t* listed, int32_t apart, uint32_t count, int64_t* list,
-                                        int32_t stride, const Columns& columns, CrossingShared<kThreads>& s) {
+                                        const Columns& columns, CrossingShared<kThreads>& s) {
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
     const auto word = static_cast<uint64_t>(__ldcg(listed + apart * i));
     const float z = from_bits(static_cast<uint32_t>(word >> 32));
-    list[stride * i] = place_of(z, columns.vocab_start + static_cast<uint32_t>(word));
+    list[i] = place_of(z, columns.vocab_start + static_cast<uint32_t>(word));
     lowest = min(lowest, order_of(z));
     highest = max(highest, order_of(z));
   }
@@ -213,7 +213,7 @@ VS_DEVICE Listed<kThreads> place_listed(const int64_t* listed, int32_t apart, ui
     atomicMax(&s.highest, highest);
   }
   __syncthreads();
-  return {list, static_cast<int32_t>(count), stride};
+  return {list, static_cast<int32_t>(count)};
 }
 
 // By all columns, where candidates are not enough.

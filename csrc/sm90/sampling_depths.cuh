@@ -32,11 +32,11 @@ VS_DEVICE float weight_at(int32_t depth) { return ptx::exp2(-mul(static_cast<flo
 struct Depths {
   static constexpr uint32_t kApart = 128;  // neighbours are, or they would meet in few banks
 
-  uint32_t* bins;             // [kDepths]
-  float top, per_z, of_zero;  // a column z is so deep: of_zero + z per_z
+  uint32_t* bins;        // [kDepths]
+  float per_z, of_zero;  // a column z is so deep: of_zero + z per_z
 
   VS_DEVICE Depths(uint32_t* bins, float top, float scale)
-      : bins(bins), top(top), per_z(-kDepthsPerY * scale), of_zero(kDepthsPerY * top) {}
+      : bins(bins), per_z(-kDepthsPerY * scale), of_zero(kDepthsPerY * top) {}
 
   VS_DEVICE static uint32_t slot(uint32_t depth) {
     return depth % (kDepths / kApart) * kApart + depth / (kDepths / kApart);

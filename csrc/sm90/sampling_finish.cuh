@@ -16,7 +16,7 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, const Row& r
   int64_t cut = kKeepAll;
   bool found = false;
   if (count <= kListed) {
-    const Listed<kThreads> source = place_listed(listed, 1, count, listed, 1, columns, s);
+    const Listed<kThreads> source = place_listed(listed, 1, count, listed, columns, s);
     found = find_cut(source, s, p, row, y_max, s.lowest, s.highest, cut);
   }
   if (!found) cut = cut_of_all(p, row, y_max, s);

@@ -53,6 +53,7 @@ static_assert(sizeof(PartOfRow) == 64);
 
 constexpr int64_t kCountedWords = 32, kMostLeft = 256;
 constexpr int32_t kLeftWord = kTileWord + kToldTiles;
+static_assert(kLeftWord < kForwardWords);
 
 struct Workspace {
   Head* heads;          // [rows]

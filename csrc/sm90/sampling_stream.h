@@ -14,7 +14,7 @@ constexpr int64_t kMostStreamBytes = 128 << 20;  // of workspace
 
 struct SamplingStream {
   SamplingRows rows;  // whole ones; cut, records, and drawn where it draws, are there
-  int64_t* uncut;     // [4, rows]: records of all columns, of any target; where rows are left unmerged they come here
+  int64_t* uncut;     // [4, rows]: records of all columns, of any target; not read where rows are left unmerged
   UnmergedRows unmerged;
   void* workspace;    // sampling_stream_row_bytes() for each row, aligned to 128
   bool maxima_there;  // those of sampling_stream_maxima; of unmerged rows only where streams_beside

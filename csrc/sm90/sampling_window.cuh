@@ -73,7 +73,7 @@ __device__ __noinline__ void finish_window(const SamplingStream& call, const Row
   bool found = false;
   if (candidates <= kListed) {
     const Listed<kThreads> source =
-        place_listed(reinterpret_cast<const int64_t*>(listed), 2, candidates, places, 1, columns, s);
+        place_listed(reinterpret_cast<const int64_t*>(listed), 2, candidates, places, columns, s);
     const int64_t wanted = share_of(p.step[0].number, masses.x[0]) - masses.x[1];
     const Words<2> range = range_of(s.lowest, s.highest);
     int64_t place;

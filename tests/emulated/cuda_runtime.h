@@ -98,7 +98,6 @@ inline void __syncthreads() { emulated::meet_block("__syncthreads", 0); }
 inline int __syncthreads_count(int mine) { return count_of_block("__syncthreads_count", mine); }
 inline int __syncthreads_or(int mine) { return count_of_block("__syncthreads_or", mine) > 0; }
 inline void __threadfence() {}
-inline void __syncwarp() { emulated::meet_warp("__syncwarp", 0); }
 
 // ---- warps ----
 

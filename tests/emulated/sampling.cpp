@@ -29,6 +29,7 @@ struct Call {
   int64_t partials;                      // whether rows are left unmerged
   int64_t rehearse;                      // the forward before has not ended when blocks begin,
   int64_t hide;                          // nor written anything that counts
+  int64_t lost;                          // and what it told was set to 0
   int64_t fold;
   emulated::Order order;
   int64_t *uncut, *cut, *drawn, *records;
@@ -149,7 +150,7 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
   }
 
   const Schedule& schedule = call.unmerged.schedule;
-  const bool tells = c.partials && c.rehearse;
+  const bool tells = c.partials && c.rehearse && !c.lost;
   for (int32_t tile = 0; tells && tile < kToldTiles; ++tile)
     work.words[kTileWord + tile] = kTellingWarps * ctas_with_more(schedule, tile);
   Hidden hidden;

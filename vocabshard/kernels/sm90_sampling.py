@@ -23,7 +23,7 @@ from vocabshard.sampling import RADIX, Step
 
 Scale = float | Tensor | None
 I64 = torch.int64
-STREAM_BYTES = 64 << 20  # that candidates for the last kept columns may take, at most
+STREAM_BYTES = 128 << 20  # that candidates for the last kept columns may take, at most
 
 
 def _block(logits: Tensor, problem: LocalProblem, scale: Scale) -> dict[str, Any]:
