@@ -224,7 +224,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kMainloopThreads, 1)
   const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
   using Walk = std::conditional_t<kMBlocks == kDlogitsFewShape.m_blocks, RangeWalk, BlockWalk>;
   const int32_t cluster = blockIdx.x / 2, clusters = gridDim.x / 2, count = Walk::count(p, cluster, clusters);
-  start_ring<kMBlocks, kGroups>(p.operands, shared);
+  start_ring<kMBlocks, kGroups>(p.operands, base, shared);
   if (warp < kWarpgroup / 32) {
     ptx::registers_lower<kProducerRegisters>();
     if (threadIdx.x % 32 == 0) {

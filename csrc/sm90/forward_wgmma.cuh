@@ -239,7 +239,7 @@ VS_DEVICE void forward(const WgmmaParams& p, char* base) {
   using Layout = SharedLayout<kEntropy, kDraw, kMBlocks, kGroups>;
   const uint32_t shared = ptx::uniform(ptx::shared_address(base)), warp = ptx::uniform(threadIdx.x / 32);
   const int32_t cluster = blockIdx.x / 2, count = tile_count(p.schedule, cluster);
-  start_ring<kMBlocks, kGroups, Layout::kRing>(p.operands, shared);
+  start_ring<kMBlocks, kGroups, Layout::kRing>(p.operands, base, shared);
   const bool tells = kTells<kDraw, kMBlocks> && p.work.maxima.at != nullptr;
   if (!tells) ptx::grid_launch_next();
   if (warp < kWarpgroup / 32) {

@@ -57,9 +57,15 @@ struct Stage {
 
 // By all threads, before anything else.
 template <int kMBlocks, int kGroups, int kRing = kStages>
-VS_DEVICE void start_ring(const Operands& o, uint32_t shared) {
+VS_DEVICE void start_ring(const Operands& o, char* base, uint32_t shared) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
   if (shared % 1024 != 0) __trap();  // the swizzle counts from multiples of 1024
+  if (o.hidden_rows < (o.share_columns ? 64 : 32) * kMBlocks) {  // rows that nothing is copied to are zero
+    for (int i = 0; i < kRing; ++i)
+      for (int j = threadIdx.x; j < Layout::kHiddenBytes / 16; j += kMainloopThreads)
+        *reinterpret_cast<int4*>(base + i * Layout::kStageBytes + 16 * j) = int4{};
+    ptx::fence_async_shared();
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRing; ++i) {
       ptx::mbarrier_init(shared + Layout::kFull + 8 * i, 1);
@@ -125,7 +131,7 @@ VS_DEVICE void fill(const Operands& o, uint32_t shared, Stage<kRing>& stage, con
 template <int kMBlocks, int kGroups, int kRing = kStages, class Tiles>
 VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t count, Tiles& walk, int warp) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
-  constexpr int kRows = 64 * kMBlocks, kHalf = Layout::kHiddenBytes / 2;
+  constexpr int kRows = 64 * kMBlocks;
   int4* tiles = reinterpret_cast<int4*>(base + Layout::kTiles);
   const uint32_t rank = ptx::cluster_rank();
   Stage<kRing> stage;
@@ -135,14 +141,15 @@ VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t c
     ptx::mbarrier_wait(shared + Layout::kStart, i & 1);
     if (warp == 0) {
       tiles[i % kTileRing] = make_int4(tile.m, tile.group, tile.groups, tile.place);
-      const uint32_t bytes = Layout::kHiddenBytes + tile.groups * Layout::kGroupBytes;
-      const int32_t row = tile.m * kRows + (o.share_columns ? 0 : static_cast<int32_t>(rank) * (kRows / 2));
+      const uint32_t bytes = (o.share_columns ? 1 : 2) * o.hidden_rows * (kDepth * 2) + tile.groups * Layout::kGroupBytes;
+      const int32_t half = static_cast<int32_t>(rank) * o.hidden_rows;
+      const int32_t row = tile.m * kRows + (o.share_columns ? 0 : half);
       fill<Layout>(o, shared, stage, [&](uint32_t at, uint32_t full, int32_t k) {
         ptx::mbarrier_expect(full, bytes);
         if (o.share_columns)
           ptx::copy_2d(at, &o.hidden, full, k, row);
         else
-          ptx::copy_2d_multicast(at + rank * kHalf, &o.hidden, full, k, row, 3);
+          ptx::copy_2d_multicast(at + half * (kDepth * 2), &o.hidden, full, k, row, 3);
       });
     } else if (tile.groups == kGroups && tile.group + kGroups <= o.whole_groups && !o.share_columns) {
       if (warp == 1)

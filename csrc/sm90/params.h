@@ -55,6 +55,7 @@ struct alignas(128) Operands {
   bool read_once;        // nobody else wants what is read of weight: it need not stay in L2
   int32_t k_blocks;      // ceil(D / 64)
   int32_t whole_groups;  // V_local / 64
+  int32_t hidden_rows;   // of a box of hidden
 };
 
 // Tokens to be drawn beside.

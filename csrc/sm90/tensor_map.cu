@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "sm90/check.h"
 #include "sm90/tensor_map.h"
 
@@ -62,8 +64,11 @@ Operands map_operands(const Rows& hidden, const Rows& weight, int64_t depth, boo
   const int64_t whole_groups = weight.count / kGroupColumns;
   Operands o = {};
   o.share_columns = share_columns;
-  o.hidden = map_rows(hidden.base, half_precision, hidden.count, depth, hidden.stride,
-                      (share_columns ? 64 : 32) * shape.m_blocks);
+  const int32_t most_rows = (share_columns ? 64 : 32) * shape.m_blocks;
+  // no more than there are, by eights as the swizzle goes: rows out of bounds take the copy engine's time too
+  const int64_t some_rows = (hidden.count + (share_columns ? 7 : 15)) / (share_columns ? 8 : 16) * 8;
+  o.hidden_rows = static_cast<int32_t>(std::min<int64_t>(most_rows, some_rows));
+  o.hidden = map_rows(hidden.base, half_precision, hidden.count, depth, hidden.stride, o.hidden_rows);
   if (weight.count % kGroupColumns != 0)
     o.tail = map_rows(weight.base, half_precision, weight.count, depth, weight.stride,
                       share_columns ? kGroupColumns / 2 : kGroupColumns);
