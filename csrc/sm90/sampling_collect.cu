@@ -33,20 +33,9 @@ VS_DEVICE Share share_of_left(const Workspace& work, int32_t valid) {
           each};
 }
 
-// part_columns = 0: of rows that are left.
-__global__ void __launch_bounds__(kThreads, 1)
-    collect_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t parts_of_all) {
-  extern __shared__ __align__(128) Candidate list[];
-  __shared__ CrossingShared<kThreads> s;
+VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const Share& share, Candidate* list,
+                       CrossingShared<kThreads>& s) {
   const SamplingRows& p = call.rows;
-  const Workspace work(call.workspace, p.rows);
-  if (threadIdx.x == 0) s.count = 0;
-  __syncthreads();
-  ptx::grid_wait();
-  ptx::grid_launch_next();
-  const Share share =
-      part_columns > 0 ? share_of_all(parts_of_all, part_columns) : share_of_left(work, static_cast<int32_t>(p.valid));
-  if (share.row < 0) return;
   const int64_t n = share.row;
   Head& head = work.heads[n];
   const Row row = row_of(p, n);
@@ -65,6 +54,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   PartOfRow* const all = work.parts + n * kMostParts;
   if (come_together(head, all + share.part, collected, share.parts, list, kListed, listed, s))
     finish_window(call, row, head, listed, reinterpret_cast<int64_t*>(list), all, share.parts, s);
+}
+
+// part_columns = 0: of rows that are left.
+__global__ void __launch_bounds__(kThreads, 1)
+    collect_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t parts_of_all) {
+  extern __shared__ __align__(128) Candidate list[];
+  __shared__ CrossingShared<kThreads> s;
+  const SamplingRows& p = call.rows;
+  const Workspace work(call.workspace, p.rows);
+  if (threadIdx.x == 0) s.count = 0;
+  __syncthreads();
+  part_columns > 0 ? ptx::grid_wait() : wait_for_word(work.words + kDecidedWord, static_cast<int32_t>(p.rows));
+  ptx::grid_launch_next();
+  const Share share =
+      part_columns > 0 ? share_of_all(parts_of_all, part_columns) : share_of_left(work, static_cast<int32_t>(p.valid));
+  if (share.row >= 0) collect(call, work, share, list, s);
+  ptx::grid_wait();  // who waits for this grid waits for those before it
 }
 
 }  // namespace

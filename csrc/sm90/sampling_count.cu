@@ -82,8 +82,7 @@ VS_DEVICE void count_columns(const SamplingStream& call, const Row& row, int64_t
   const Columns& columns = row.columns;
   const auto lane = static_cast<int32_t>(threadIdx.x % 32), warp = static_cast<int32_t>(threadIdx.x / 32);
   Counted& counted = work.counted_of(n);
-  auto* const bins = reinterpret_cast<uint32_t*>(s.bins);
-  static_assert(sizeof(uint32_t) * kDepths <= sizeof(s.bins));
+  uint32_t* const bins = counts_of(s);
   wait_for_tile(work.words, owners.schedule, 0);
   const float top = largest_of_first(work.maxima + n * kRowMaxima, owners, row, s) + kHeadroom;
   if (threadIdx.x == 0) counted.top = top;  // for all CTAs the same
@@ -145,14 +144,67 @@ VS_DEVICE Prepared prepare(const SamplingStream& call, int64_t n, float each, Fe
   const uint32_t* const depths = work.depths + n * kDepths;
   const float top = __ldcg(&work.counted_of(n).top);
   const DeeperSums deeper = deeper_sums(depths, s);
-  // from the least deep down, in fours of 32 depths
+  // from the least deep down
   constexpr int32_t kOfThread = kDepths / kFewThreads;
+  const uint32_t* const counts = counts_of(s) + kOfThread * threadIdx.x;
   int32_t mine = 0;
 #pragma unroll 4
-  for (int i = 0; i < kOfThread; ++i) mine += static_cast<int32_t>(__ldcg(depths + kOfThread * threadIdx.x + i));
+  for (int i = 0; i < kOfThread; ++i) mine += static_cast<int32_t>(counts[i]);
   const auto up_to = static_cast<float>(up_to_thread<kFewWarps>(s.words, mine));
   const int32_t few = __syncthreads_count(up_to * each <= static_cast<float>(kMostColumns));  // threads
   return {deeper, top, top - static_cast<float>(kOfThread * few) / kDepthsPerY};
+}
+
+// What the forward's CTAs have of a row, as far as a window wants it.
+struct Sum {
+  float y_max;   // NaN: the row is poisoned
+  double terms;  // in units of e^y_max
+};
+
+VS_DEVICE Sum sum_of_partials(const SamplingStream& call, int64_t n, FewShared& s) {
+  constexpr int kAtOnce = 2;  // of a thread; more where a GPU has more than 256 multiprocessors
+  const UnmergedRows& from = call.unmerged;
+  const auto block_rows = static_cast<int64_t>(from.block_rows);
+  const RowPartials there(from.schedule, static_cast<int32_t>(n / block_rows));
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32);
+  const auto load = [&](int32_t i) {
+    if (i >= there.count) return partial_identity();
+    return record_load<false>(from.partials + there.place(i) * (kRecordWords * block_rows) + n % block_rows,
+                              block_rows);
+  };
+  Partial mine[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) mine[i] = load(static_cast<int32_t>(threadIdx.x) + kFewThreads * i);
+#pragma unroll 1
+  for (auto i = static_cast<int32_t>(threadIdx.x) + kFewThreads * kAtOnce; i < there.count; i += kFewThreads)
+    partial_merge(mine[0], load(i));
+  int32_t order = INT32_MIN;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i)
+    order = max(order, is_nan(mine[i].y_max) ? INT32_MAX : order_of(mine[i].y_max));
+  order = __reduce_max_sync(kAllLanes, order);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) s.words[warp][0] = order;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kFewWarps; ++w) order = max(order, static_cast<int32_t>(s.words[w][0]));
+  const float y_max = order == INT32_MAX ? quiet_nan() : logit_of(order);
+  const int32_t k_max = k_of_max(y_max);
+  double terms = 0.0;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int32_t n = 32 * (limb_top(k_of_max(mine[i].y_max)) - 1) - k_max;
+    if (n > -1022 && !poisons(y_max))  // else next to nothing
+      terms += mul(counters_value(mine[i].c), from_bits(static_cast<uint64_t>(1023 + n) << 52));
+  }
+#pragma unroll
+  for (int by = 16; by > 0; by /= 2) terms += __shfl_xor_sync(kAllLanes, terms, by);
+  if (threadIdx.x % 32 == 0) s.words[warp][1] = static_cast<int64_t>(bits(terms));
+  __syncthreads();
+  terms = 0.0;
+#pragma unroll
+  for (int w = 0; w < kFewWarps; ++w) terms += from_bits(static_cast<uint64_t>(s.words[w][1]));
+  return {y_max, terms / static_cast<double>(exp_split(clamp_logit(y_max)).p)};
 }
 
 // The row's end, or its Head. `each`: columns for each that is counted.
@@ -162,22 +214,23 @@ VS_DEVICE void decide(const SamplingStream& call, const Row& row, int64_t n, con
   const Workspace work(call.workspace, p.rows);
   const int32_t groups = (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns;
   Maxima maxima(row.real ? work.maxima + n * kRowMaxima : row.columns.row, groups);
-  const Partial uncut = row.real ? uncut_of<kFewThreads>(call, n, s.of_warp) : Partial{};
-  const float y_max = uncut.y_max;
+  const Sum sum = row.real ? sum_of_partials(call, n, s) : Sum{};
+  const float y_max = sum.y_max;
   if (!usable(row, y_max)) {
+    const Partial uncut = uncut_of<kFewThreads>(call, n, s.of_warp);
     if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
     return;
   }
-  const float sum = total_of(uncut), left_out = static_cast<float>((1 << 30) - p.step[0].number) * 0x1p-30f;
-  const float rest = left_out * sum * ptx::exp2(mul(y_max - prepared.top, kLog2e));
-  const uint32_t* const depths = work.depths + n * kDepths;
-  Window window = window_of(prepared.deeper, depths, prepared.top, each, rest, s);
+  const float left_out = static_cast<float>((1 << 30) - p.step[0].number) * 0x1p-30f;
+  const float rest =
+      left_out * static_cast<float>(sum.terms) * ptx::exp2(mul(y_max - prepared.top, kLog2e));
+  Window window = window_of(prepared.deeper, prepared.top, each, rest, s);
   if (!row.real) window = {-1.0f, 1.0f};
   const bool careful = y_max < -kLogitLimit + 256.0f;  // logits are clamped
   if (!row.real || (!careful && window.low > prepared.many_below)) {
     // What all columns' masses come to, of which `uncut` knows but roundings: a tile's four, a mass's one, and those
     // made here. That tells nearly always where few columns are kept.
-    const double mass = static_cast<double>(sum) * static_cast<double>(exp_split(clamp_logit(y_max)).p);
+    const double mass = sum.terms * static_cast<double>(exp_split(clamp_logit(y_max)).p);
     Total total = {static_cast<int64_t>(mass * (0x1p+40 - 0x1p+20)), static_cast<int64_t>(mass * (0x1p+40 + 0x1p+20))};
     if (!row.real) total = {int64_t{1} << kMassBits, int64_t{1} << kMassBits};
     int64_t* const list = work.candidates + n * kCandidateWords;
@@ -226,10 +279,14 @@ __global__ void __launch_bounds__(kFewThreads, 6)
       __threadfence();
       prepared = prepare(call, n, each, s);
     }
-    if (real) ptx::grid_wait();  // all CTAs: who waits for this grid waits for the forward too
-    if (last) decide(call, row, n, prepared, each, s);
+    if (last) {
+      if (real) wait_for_word(work.words + kEndedWord, 2 * call.unmerged.schedule.clusters);
+      decide(call, row, n, prepared, each, s);
+      if (real && threadIdx.x == 0) ptx::add_release(work.words + kDecidedWord, 1);
+    }
     __syncthreads();
   }
+  ptx::grid_wait();  // all CTAs: who waits for this grid waits for the forward too
 }
 
 }  // namespace

@@ -54,6 +54,18 @@ struct DeeperSums {
   DepthSums before, behind;
 };
 
+// A row's counts and the threads' DeeperSums::before, which stay in shared memory.
+template <int kThreads>
+VS_DEVICE uint32_t* counts_of(CrossingShared<kThreads>& s) {
+  static_assert(sizeof(uint32_t) * kDepths <= sizeof(s.bins));
+  return reinterpret_cast<uint32_t*>(s.bins);
+}
+template <int kThreads>
+VS_DEVICE DepthSums* before_of(CrossingShared<kThreads>& s) {
+  static_assert(sizeof(DepthSums) * kThreads <= sizeof(s.few));
+  return reinterpret_cast<DepthSums*>(s.few);
+}
+
 template <int kThreads>
 VS_DEVICE int32_t deepest_of(int32_t thread) {
   return kDepths - 1 - kDepths / kThreads * thread;
@@ -79,6 +91,9 @@ VS_DEVICE DeeperSums deeper_sums(const uint32_t* of_row, CrossingShared<kThreads
 #pragma unroll
   for (int i = 0; i < kDepthsOfThread / 4; ++i)
     v[i] = __ldcg(reinterpret_cast<const uint4*>(of_row + deepest - 4 * i - 3));
+#pragma unroll
+  for (int i = 0; i < kDepthsOfThread / 4; ++i)
+    *reinterpret_cast<uint4*>(counts_of(s) + deepest - 4 * i - 3) = v[i];
   DepthSums own = {0.0f, 0.0f};
   float w = weight_at(deepest);
 #pragma unroll
@@ -103,6 +118,9 @@ VS_DEVICE DeeperSums deeper_sums(const uint32_t* of_row, CrossingShared<kThreads
     }
   const DepthSums behind = {before.mass + up_to.mass, before.squares + up_to.squares};
   if (lane > 0) before.mass += mass_before, before.squares += squares_before;
+  before_of(s)[threadIdx.x] = before;
+  if (threadIdx.x == 0) s.bin = kThreads, s.few_count = kThreads, s.lowest = kDepths - 1, s.highest = 0;
+  __syncthreads();
   return {before, behind};
 }
 
@@ -110,8 +128,7 @@ VS_DEVICE DeeperSums deeper_sums(const uint32_t* of_row, CrossingShared<kThreads
 // what is left out, in units of e^top. The thread in whose depths it may be reached is found, and a warp takes these:
 // one for each end of the window.
 template <int kThreads>
-VS_DEVICE Window window_of(const DeeperSums& sums, const uint32_t* of_row, float top, float each, float rest,
-                           CrossingShared<kThreads>& s) {
+VS_DEVICE Window window_of(const DeeperSums& sums, float top, float each, float rest, CrossingShared<kThreads>& s) {
   constexpr int kDepthsOfThread = kDepths / kThreads;
   static_assert(kDepthsOfThread <= 32);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32), warp = static_cast<int32_t>(threadIdx.x / 32);
@@ -126,11 +143,6 @@ VS_DEVICE Window window_of(const DeeperSums& sums, const uint32_t* of_row, float
   const auto much = [&](const DepthSums& deeper) {
     return each * deeper.mass * (1.0f - kBias) - spread * ptx::sqrt(deeper.squares) > rest;
   };
-  __syncthreads();
-  if (threadIdx.x == 0) s.bin = kThreads, s.few_count = kThreads, s.lowest = kDepths - 1, s.highest = 0;
-  auto* const before_of = reinterpret_cast<DepthSums*>(s.bins);
-  before_of[threadIdx.x] = before;
-  __syncthreads();
   const bool is_last = threadIdx.x == kThreads - 1;
   if (little(before, weight_at(deepest)) && (is_last || !little(behind, weight_at(deepest - kDepthsOfThread))))
     s.bin = static_cast<int32_t>(threadIdx.x);
@@ -141,9 +153,9 @@ VS_DEVICE Window window_of(const DeeperSums& sums, const uint32_t* of_row, float
     const int32_t depth = deepest_of<kThreads>(thread) - min(lane, kDepthsOfThread - 1);
     const float weight = weight_at(depth);
     DepthSums own = {0.0f, 0.0f};
-    if (lane < kDepthsOfThread) own.add(static_cast<float>(__ldcg(of_row + depth)), weight);
+    if (lane < kDepthsOfThread) own.add(static_cast<float>(counts_of(s)[depth]), weight);
     DepthSums deeper = up_to_lane(own);
-    const DepthSums from = before_of[thread];
+    const DepthSums from = before_of(s)[thread];
     deeper.mass += from.mass - own.mass;
     deeper.squares = fmaxf(deeper.squares + from.squares - own.squares, 0.0f);
     if (warp == 0) {

@@ -18,6 +18,7 @@ enum class Order : int64_t { kAscending = 0, kDescending = 1, kShuffled = 2 };
 struct Run {
   Order order = Order::kAscending;
   std::function<void()> block_starts, grid_waits;
+  std::function<void(const int32_t*)> acquires;
   std::string failure;  // the first one
   int64_t launches = 0, blocks = 0;
 };

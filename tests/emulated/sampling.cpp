@@ -168,8 +168,18 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
     }
   }
   emulated::run.order = c.order, emulated::run.launches = 0, emulated::run.failure.clear();
-  emulated::run.block_starts = [&] { hidden.hide(); };
+  // the forward ends while a block waits for it, by either way
+  int polls = 0;
+  emulated::run.block_starts = [&] {
+    if (emulated::run.launches == 0 && c.maxima) work.words[kEndedWord] = c.rehearse ? polls = 0 : 1 << 20;
+    hidden.hide();
+  };
   emulated::run.grid_waits = [&] { hidden.show(); };
+  emulated::run.acquires = [&](const int32_t* at) {
+    if (at != work.words + kEndedWord || c.lost || ++polls < 3) return;
+    work.words[kEndedWord] = 2 * schedule.clusters;
+    hidden.show();
+  };
   emulated::seed_random(c.seed);
   if (streams_rows(call.rows))
     launch_sampling_stream(call, nullptr);

@@ -13,9 +13,13 @@ namespace vocabshard::sm90::ptx {
 VS_DEVICE void grid_launch_next() {}
 VS_DEVICE void grid_wait() { emulated::grid_wait(); }
 
-// Other blocks do not run meanwhile.
-VS_DEVICE int32_t load_acquire(const int32_t* at) { return *at; }
-VS_DEVICE void pause(uint32_t) {}
+// Other blocks do not run meanwhile, but the grid before may.
+VS_DEVICE int32_t load_acquire(const int32_t* at) {
+  if (emulated::run.acquires) emulated::run.acquires(at);
+  return *at;
+}
+VS_DEVICE void add_release(int32_t* at, int32_t by) { *at += by; }
+VS_DEVICE void pause(uint32_t) { emulated::give_way(); }
 
 VS_DEVICE float max_nan(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return std::nanf("");
