@@ -70,7 +70,7 @@ struct GroupMaxima {
 
 // The first of those words: how many CTAs of the forward have ended, the first a sixth of the time before the last; and
 // behind it, for every but the last of a CTA's tiles, how many warps have stored it. The rest belongs to who is beside.
-constexpr int32_t kEndedWord = 0, kTileWord = 1, kToldTiles = 29, kForwardWords = 32;
+constexpr int32_t kEndedWord = 0, kTileWord = 1, kToldTiles = 31, kForwardWords = 32;
 constexpr int32_t kTellingWarps = 4;  // of a CTA
 
 // The best columns are ranked beside, those of before and these, and those that are better than the target counted.

@@ -59,7 +59,7 @@ struct Stage {
 template <int kMBlocks, int kGroups, int kRing = kStages>
 VS_DEVICE void start_ring(const Operands& o, char* base, uint32_t shared) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
-  if (shared % 1024 != 0) __trap();  // the swizzle counts from multiples of 1024
+  if (shared % 1024 != 0) __trap();                              // the swizzle counts from multiples of 1024
   if (o.hidden_rows < (o.share_columns ? 64 : 32) * kMBlocks) {  // rows that nothing is copied to are zero
     for (int i = 0; i < kRing; ++i)
       for (int j = threadIdx.x; j < Layout::kHiddenBytes / 16; j += kMainloopThreads)
@@ -141,7 +141,8 @@ VS_DEVICE void produce(const Operands& o, char* base, uint32_t shared, int32_t c
     ptx::mbarrier_wait(shared + Layout::kStart, i & 1);
     if (warp == 0) {
       tiles[i % kTileRing] = make_int4(tile.m, tile.group, tile.groups, tile.place);
-      const uint32_t bytes = (o.share_columns ? 1 : 2) * o.hidden_rows * (kDepth * 2) + tile.groups * Layout::kGroupBytes;
+      const uint32_t bytes =
+          (o.share_columns ? 1 : 2) * o.hidden_rows * (kDepth * 2) + tile.groups * Layout::kGroupBytes;
       const int32_t half = static_cast<int32_t>(rank) * o.hidden_rows;
       const int32_t row = tile.m * kRows + (o.share_columns ? 0 : half);
       fill<Layout>(o, shared, stage, [&](uint32_t at, uint32_t full, int32_t k) {

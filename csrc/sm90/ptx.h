@@ -95,6 +95,9 @@ VS_DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); 
 VS_DEVICE void add_release(int32_t* at, int32_t by) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(by) : "memory");
 }
+VS_DEVICE void store_release(int32_t* at, int32_t x) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
+}
 VS_DEVICE int32_t load_acquire(const int32_t* at) {
   int32_t x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");

@@ -24,20 +24,32 @@ VS_DEVICE Share share_of_all(int32_t parts, int32_t columns) {
 }
 
 // As launch_count does: those that it has not decided, by all CTAs.
-VS_DEVICE Share share_of_left(const Workspace& work, int32_t valid) {
-  const auto left = static_cast<uint32_t>(__ldcg(work.words + kLeftWord));
+VS_DEVICE Share share_of_left(const Workspace& work, int32_t rows, int32_t valid, CrossingShared<kThreads>& s) {
+  static_assert(kThreads >= kMostStates);
+  auto* const of_warp = reinterpret_cast<uint32_t*>(s.few);  // which of its rows
+  const auto n = static_cast<int32_t>(threadIdx.x), warp = n / 32, lane = n % 32;
+  const uint32_t mine = __ballot_sync(kAllLanes, n < rows && __ldcg(work.states + n) == kLeft);
+  if (lane == 0) of_warp[warp] = mine;
+  __syncthreads();
+  uint32_t left = 0, before = __popc(mine & ((1u << lane) - 1));
+#pragma unroll
+  for (int w = 0; w < kMostStates / 32; ++w) {
+    left += __popc(of_warp[w]);
+    before += w < warp ? __popc(of_warp[w]) : 0;
+  }
   const uint32_t parts = left == 0 ? 1 : min(gridDim.x / left, static_cast<uint32_t>(kMostParts));
   if (blockIdx.x >= left * parts) return {-1, 0, 0, 0};
+  if ((mine >> lane & 1) != 0 && before == blockIdx.x / parts) s.bin = n;
+  __syncthreads();
   const auto each = static_cast<int32_t>((static_cast<uint32_t>(valid) + kTile * parts - 1) / (kTile * parts)) * kTile;
-  return {__ldcg(work.left + blockIdx.x / parts), static_cast<int32_t>(blockIdx.x % parts), static_cast<int32_t>(parts),
-          each};
+  return {s.bin, static_cast<int32_t>(blockIdx.x % parts), static_cast<int32_t>(parts), each};
 }
 
 VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const Share& share, Candidate* list,
                        CrossingShared<kThreads>& s) {
   const SamplingRows& p = call.rows;
   const int64_t n = share.row;
-  Head& head = work.heads[n];
+  const Head head = work.heads[n];
   const Row row = row_of(p, n);
   if (!head.usable) {
     if (share.part == 0 && threadIdx.x == 0)
@@ -52,8 +64,8 @@ VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const 
 
   auto* const listed = reinterpret_cast<Candidate*>(work.candidates + n * kCandidateWords);
   PartOfRow* const all = work.parts + n * kMostParts;
-  if (come_together(head, all + share.part, collected, share.parts, list, kListed, listed, s))
-    finish_window(call, row, head, listed, reinterpret_cast<int64_t*>(list), all, share.parts, s);
+  if (come_together(work.heads[n], all + share.part, collected, share.parts, list, kListed, listed, s))
+    finish_window(call, row, work.heads[n], listed, reinterpret_cast<int64_t*>(list), all, share.parts, s);
 }
 
 // part_columns = 0: of rows that are left.
@@ -65,10 +77,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Workspace work(call.workspace, p.rows);
   if (threadIdx.x == 0) s.count = 0;
   __syncthreads();
-  part_columns > 0 ? ptx::grid_wait() : wait_for_word(work.words + kDecidedWord, static_cast<int32_t>(p.rows));
+  const auto rows = static_cast<int32_t>(p.rows), valid = static_cast<int32_t>(p.valid);
+  part_columns > 0 ? ptx::grid_wait() : wait_for_words(work.states, rows, kDone);
   ptx::grid_launch_next();
-  const Share share =
-      part_columns > 0 ? share_of_all(parts_of_all, part_columns) : share_of_left(work, static_cast<int32_t>(p.valid));
+  const Share share = part_columns > 0 ? share_of_all(parts_of_all, part_columns) : share_of_left(work, rows, valid, s);
   if (share.row >= 0) collect(call, work, share, list, s);
   ptx::grid_wait();  // who waits for this grid waits for those before it
 }

@@ -24,6 +24,7 @@ constexpr int64_t kManyRows = 16;      // of which fewer tiles are counted
 constexpr float kHeadroom = 8.0f;      // of y, above the largest column of the first tiles
 
 __device__ __align__(16) float made_up[kMaximaColumns];  // columns, all equal, and the maximum of their group
+__device__ int64_t made_up_record[1];                    // all words of it
 
 // Until all of the forward's CTAs have stored a tile that is not their last. Where one of them set the words to 0 late,
 // after others had told, they don't say so: then until the forward has ended.
@@ -135,14 +136,18 @@ VS_DEVICE void count_columns(const SamplingStream& call, const Row& row, int64_t
 struct Prepared {
   DeeperSums deeper;
   float top;
-  float many_below;  // y from which on down there are too many columns to be looked at here
+  float many_below;   // y from which on down there are too many columns to be looked at here
+  float best, clock;  // the y of the best column that was counted, where `draws`
+  bool draws;
 };
 
 // Once all CTAs of the row have counted.
 VS_DEVICE Prepared prepare(const SamplingStream& call, int64_t n, float each, FewShared& s) {
   const Workspace work(call.workspace, call.rows.rows);
   const uint32_t* const depths = work.depths + n * kDepths;
-  const float top = __ldcg(&work.counted_of(n).top);
+  const Counted& counted = work.counted_of(n);
+  const float top = __ldcg(&counted.top);
+  const unsigned long long best = __ldcg(&counted.best);
   const DeeperSums deeper = deeper_sums(depths, s);
   // from the least deep down
   constexpr int32_t kOfThread = kDepths / kFewThreads;
@@ -152,25 +157,30 @@ VS_DEVICE Prepared prepare(const SamplingStream& call, int64_t n, float each, Fe
   for (int i = 0; i < kOfThread; ++i) mine += static_cast<int32_t>(counts[i]);
   const auto up_to = static_cast<float>(up_to_thread<kFewWarps>(s.words, mine));
   const int32_t few = __syncthreads_count(up_to * each <= static_cast<float>(kMostColumns));  // threads
-  return {deeper, top, top - static_cast<float>(kOfThread * few) / kDepthsPerY};
+  return {deeper,
+          top,
+          top - static_cast<float>(kOfThread * few) / kDepthsPerY,
+          logit_of(static_cast<int32_t>((best >> 32) ^ 0x80000000u)),
+          from_bits(static_cast<uint32_t>(best)),
+          best != 0};
 }
 
 // What the forward's CTAs have of a row, as far as a window wants it.
 struct Sum {
   float y_max;   // NaN: the row is poisoned
-  double terms;  // in units of e^y_max
+  double terms;  // in units of 2^k, k that of y_max
 };
 
-VS_DEVICE Sum sum_of_partials(const SamplingStream& call, int64_t n, FewShared& s) {
+VS_DEVICE Sum sum_of_partials(const SamplingStream& call, const Row& row, FewShared& s) {
   constexpr int kAtOnce = 2;  // of a thread; more where a GPU has more than 256 multiprocessors
   const UnmergedRows& from = call.unmerged;
-  const auto block_rows = static_cast<int64_t>(from.block_rows);
-  const RowPartials there(from.schedule, static_cast<int32_t>(n / block_rows));
+  const int64_t block_rows = row.real ? from.block_rows : 0;
+  const RowPartials there(from.schedule, static_cast<int32_t>(row.n / from.block_rows));
+  const int64_t* const records = row.real ? from.partials + row.n % block_rows : made_up_record;
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
   const auto load = [&](int32_t i) {
     if (i >= there.count) return partial_identity();
-    return record_load<false>(from.partials + there.place(i) * (kRecordWords * block_rows) + n % block_rows,
-                              block_rows);
+    return record_load<false>(records + there.place(i) * (kRecordWords * block_rows), block_rows);
   };
   Partial mine[kAtOnce];
 #pragma unroll
@@ -180,8 +190,7 @@ VS_DEVICE Sum sum_of_partials(const SamplingStream& call, int64_t n, FewShared& 
     partial_merge(mine[0], load(i));
   int32_t order = INT32_MIN;
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i)
-    order = max(order, is_nan(mine[i].y_max) ? INT32_MAX : order_of(mine[i].y_max));
+  for (int i = 0; i < kAtOnce; ++i) order = max(order, is_nan(mine[i].y_max) ? INT32_MAX : order_of(mine[i].y_max));
   order = __reduce_max_sync(kAllLanes, order);
   __syncthreads();
   if (threadIdx.x % 32 == 0) s.words[warp][0] = order;
@@ -204,51 +213,50 @@ VS_DEVICE Sum sum_of_partials(const SamplingStream& call, int64_t n, FewShared& 
   terms = 0.0;
 #pragma unroll
   for (int w = 0; w < kFewWarps; ++w) terms += from_bits(static_cast<uint64_t>(s.words[w][1]));
-  return {y_max, terms / static_cast<double>(exp_split(clamp_logit(y_max)).p)};
+  return {y_max, terms};
 }
 
 // The row's end, or its Head. `each`: columns for each that is counted.
-VS_DEVICE void decide(const SamplingStream& call, const Row& row, int64_t n, const Prepared& prepared, float each,
-                      FewShared& s) {
+VS_DEVICE RowState decide(const SamplingStream& call, const Row& row, int64_t n, const Prepared& prepared, float each,
+                          FewShared& s) {
   const SamplingRows& p = call.rows;
   const Workspace work(call.workspace, p.rows);
   const int32_t groups = (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns;
   Maxima maxima(row.real ? work.maxima + n * kRowMaxima : row.columns.row, groups);
-  const Sum sum = row.real ? sum_of_partials(call, n, s) : Sum{};
+  const Sum sum = sum_of_partials(call, row, s);
   const float y_max = sum.y_max;
   if (!usable(row, y_max)) {
     const Partial uncut = uncut_of<kFewThreads>(call, n, s.of_warp);
     if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
-    return;
+    return kDone;
   }
+  const Exp largest = exp_split(clamp_logit(y_max));
   const float left_out = static_cast<float>((1 << 30) - p.step[0].number) * 0x1p-30f;
-  const float rest =
-      left_out * static_cast<float>(sum.terms) * ptx::exp2(mul(y_max - prepared.top, kLog2e));
+  const float rest = left_out * __fdividef(static_cast<float>(sum.terms), largest.p) *
+                     ptx::exp2(mul(y_max - prepared.top, kLog2e));  // in units of e^top
   Window window = window_of(prepared.deeper, prepared.top, each, rest, s);
   if (!row.real) window = {-1.0f, 1.0f};
   const bool careful = y_max < -kLogitLimit + 256.0f;  // logits are clamped
   if (!row.real || (!careful && window.low > prepared.many_below)) {
-    // What all columns' masses come to, of which `uncut` knows but roundings: a tile's four, a mass's one, and those
+    // What all columns' masses come to, of which the record knows but roundings: a tile's four, a mass's one, and those
     // made here. That tells nearly always where few columns are kept.
-    const double mass = sum.terms * static_cast<double>(exp_split(clamp_logit(y_max)).p);
-    Total total = {static_cast<int64_t>(mass * (0x1p+40 - 0x1p+20)), static_cast<int64_t>(mass * (0x1p+40 + 0x1p+20))};
+    Total total = {static_cast<int64_t>(sum.terms * (0x1p+40 - 0x1p+20)),
+                   static_cast<int64_t>(sum.terms * (0x1p+40 + 0x1p+20))};
     if (!row.real) total = {int64_t{1} << kMassBits, int64_t{1} << kMassBits};
     int64_t* const list = work.candidates + n * kCandidateWords;
     const uint32_t found = list_groups(maxima, row.scale, window.low, s);
     const uint32_t count = list_columns(row, found, window.low, list, s);
-    if (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), total, s)) return;
+    if (count <= kFewPlaces && finish_few(call, row, y_max, static_cast<int32_t>(count), total, s)) return kDone;
   }
-  if (!row.real || threadIdx.x != 0) return;
-  float bound = from_bits(0x7f800000u);
-  const unsigned long long word = __ldcg(&work.counted_of(n).best);
-  const float best = logit_of(static_cast<int32_t>((word >> 32) ^ 0x80000000u));
-  if (word != 0 && best > window.high) {
+  if (row.real && threadIdx.x == 0) {
     const Terms term(y_max, row.scale);
-    bound =
-        bound_of(from_bits(static_cast<uint32_t>(word)), logits::scaled_exp(fmaxf(best, term.lowest_kept), term.magic));
+    const float bound =
+        prepared.draws && prepared.best > window.high
+            ? bound_of(prepared.clock, logits::scaled_exp(fmaxf(prepared.best, term.lowest_kept), term.magic))
+            : from_bits(0x7f800000u);
+    work.heads[n] = {y_max, window, careful ? kListed + 1u : 0u, 0, bound, true};
   }
-  work.heads[n] = {y_max, window, careful ? kListed + 1u : 0u, 0, bound, true};
-  work.left[atomicAdd(work.words + kLeftWord, 1)] = static_cast<int32_t>(n);
+  return kLeft;
 }
 
 // `parts` CTAs of a row count; the last of them to have done so decides.
@@ -280,9 +288,9 @@ __global__ void __launch_bounds__(kFewThreads, 6)
       prepared = prepare(call, n, each, s);
     }
     if (last) {
-      if (real) wait_for_word(work.words + kEndedWord, 2 * call.unmerged.schedule.clusters);
-      decide(call, row, n, prepared, each, s);
-      if (real && threadIdx.x == 0) ptx::add_release(work.words + kDecidedWord, 1);
+      if (real) wait_for_words(work.words + kEndedWord, 1, 2 * call.unmerged.schedule.clusters);
+      const RowState state = decide(call, row, n, prepared, each, s);
+      if (real && threadIdx.x == 0) ptx::store_release(work.states + n, state);
     }
     __syncthreads();
   }

@@ -92,8 +92,7 @@ VS_DEVICE DeeperSums deeper_sums(const uint32_t* of_row, CrossingShared<kThreads
   for (int i = 0; i < kDepthsOfThread / 4; ++i)
     v[i] = __ldcg(reinterpret_cast<const uint4*>(of_row + deepest - 4 * i - 3));
 #pragma unroll
-  for (int i = 0; i < kDepthsOfThread / 4; ++i)
-    *reinterpret_cast<uint4*>(counts_of(s) + deepest - 4 * i - 3) = v[i];
+  for (int i = 0; i < kDepthsOfThread / 4; ++i) *reinterpret_cast<uint4*>(counts_of(s) + deepest - 4 * i - 3) = v[i];
   DepthSums own = {0.0f, 0.0f};
   float w = weight_at(deepest);
 #pragma unroll

@@ -60,7 +60,7 @@ GroupMaxima sampling_stream_maxima(const SamplingRows& call, void* workspace) {
 
 bool streams_beside(const SamplingRows& call, const Schedule& schedule) {
   return streams_rows(call) &&
-         (!is_top_p(call) || (call.rows <= std::min<int64_t>(multiprocessor_count(), sampling::kMostLeft) &&
+         (!is_top_p(call) || (call.rows <= std::min<int64_t>(multiprocessor_count(), sampling::kMostStates) &&
                               sampling::has_time(schedule)));
 }
 

@@ -51,9 +51,10 @@ struct alignas(64) PartOfRow {
 };
 static_assert(sizeof(PartOfRow) == 64);
 
-constexpr int64_t kCountedWords = 32, kMostLeft = 256;
-constexpr int32_t kLeftWord = kTileWord + kToldTiles, kDecidedWord = kLeftWord + 1;
-static_assert(kDecidedWord < kForwardWords);
+constexpr int64_t kCountedWords = 32, kMostStates = 256;  // of rows beside a forward
+
+// What launch_count has made of a row, once it has.
+enum RowState : int32_t { kUndecided = 0, kDone = 1, kLeft = 2 };
 
 struct Workspace {
   Head* heads;          // [rows]
@@ -61,7 +62,7 @@ struct Workspace {
   int64_t* candidates;  // [rows, kCandidateWords]: bits of z, and the column below; or a Candidate's
   float* maxima;        // [rows, kRowMaxima] of groups
   int32_t* words;       // GroupMaxima's: kForwardWords, and
-  int32_t* left;        // [kMostLeft]: of kDecidedWord rows the kLeftWord ones that launch_count has left
+  int32_t* states;      // [kMostStates]: a RowState
   int32_t* counted;     // [rows, kCountedWords]
   uint32_t* depths;     // [rows, kDepths], how many columns
 
@@ -71,31 +72,32 @@ struct Workspace {
         candidates(reinterpret_cast<int64_t*>(parts + rows * kMostParts)),
         maxima(reinterpret_cast<float*>(candidates + rows * kCandidateWords)),
         words(reinterpret_cast<int32_t*>(maxima + rows * kRowMaxima)),
-        left(words + kForwardWords),
-        counted(left + kMostLeft),
+        states(words + kForwardWords),
+        counted(states + kMostStates),
         depths(reinterpret_cast<uint32_t*>(counted + kCountedWords * rows)) {}
 
   static int32_t word_count(int64_t rows) {
-    return static_cast<int32_t>(kForwardWords + kMostLeft + rows * (kCountedWords + kDepths));
+    return static_cast<int32_t>(kForwardWords + kMostStates + rows * (kCountedWords + kDepths));
   }
   VS_DEVICE Counted& counted_of(int64_t n) const { return *reinterpret_cast<Counted*>(counted + kCountedWords * n); }
   // Whether the forward that this grid waits for goes on for a while: fewer than so many of its CTAs have ended.
   VS_DEVICE bool early(int32_t ctas) const { return *static_cast<volatile const int32_t*>(words + kEndedWord) < ctas; }
 };
 
-// By all threads of a CTA: until a word has come to what is `wanted`, or the grid before has ended, which it waits for
-// if that takes too long. Who waits so begins some 2 us sooner than behind the grid.
-VS_DEVICE void wait_for_word(const int32_t* word, int32_t wanted) {
-  constexpr int kMostPolls = 2000;
-  constexpr uint32_t kBetween = 200;  // ns
+// By all threads of a CTA: until the first `words` have come to what is `wanted`, or the grid before has ended, which
+// it waits for if that takes too long. Who waits so begins some 2 us sooner than behind the grid.
+VS_DEVICE void wait_for_words(const int32_t* at, int32_t words, int32_t wanted) {
+  constexpr int kMostPolls = 4000;
+  constexpr uint32_t kBetween = 100;  // ns
   bool there = true;
-  if (threadIdx.x == 0)
-    for (int i = 0; !(there = ptx::load_acquire(word) >= wanted) && i < kMostPolls; ++i) ptx::pause(kBetween);
+  if (static_cast<int32_t>(threadIdx.x) < words)
+    for (int i = 0; !(there = ptx::load_acquire(at + threadIdx.x) >= wanted) && i < kMostPolls; ++i)
+      ptx::pause(kBetween);
   if (__syncthreads_or(!there)) ptx::grid_wait();
 }
 
 constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kCandidateWords +
-                              4 * (kRowMaxima + kForwardWords + kMostLeft + kCountedWords + kDepths);  // for each row
+                              4 * (kRowMaxima + kForwardWords + kMostStates + kCountedWords + kDepths);  // for each row
 static_assert(kRowBytes % 128 == 0 && 4 * kRowMaxima % 128 == 0 && kForwardWords % 32 == 0, "rows are aligned");
 
 // Columns of one row.

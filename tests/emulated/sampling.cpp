@@ -107,9 +107,7 @@ std::vector<int64_t> make_partials(const Call& c, const Schedule& schedule, int6
 Source decided_by(const Call& c, const sampling::Workspace& work, int64_t n) {
   const sampling::Head& head = work.heads[n];
   if (c.steps == 1 && c.kinds[0] == kTopP) {
-    const int32_t left = c.partials ? work.words[sampling::kLeftWord] : 0;
-    const bool collected = !c.partials || std::count(work.left, work.left + left, static_cast<int32_t>(n)) > 0;
-    if (collected) return head.listed > sampling::kListed ? kCollectedAll : kCollected;
+    if (!c.partials || work.states[n] == sampling::kLeft) return head.listed > sampling::kListed ? kCollectedAll : kCollected;
   }
   const int64_t* const list = work.candidates + n * sampling::kCandidateWords;
   const int64_t listed = std::find(list, list + sampling::kListed, kUnwritten) - list;

@@ -18,7 +18,7 @@ VS_DEVICE int32_t load_acquire(const int32_t* at) {
   if (emulated::run.acquires) emulated::run.acquires(at);
   return *at;
 }
-VS_DEVICE void add_release(int32_t* at, int32_t by) { *at += by; }
+VS_DEVICE void store_release(int32_t* at, int32_t x) { *at = x; }
 VS_DEVICE void pause(uint32_t) { emulated::give_way(); }
 
 VS_DEVICE float max_nan(float a, float b) {
