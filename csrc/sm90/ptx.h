@@ -24,6 +24,13 @@ VS_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 // Sleeps about so long; memory is not read or written earlier or later for it.
 VS_DEVICE void pause(uint32_t nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory"); }
 
+// One instruction, where a selection and a sum are what else is made of it.
+VS_DEVICE void add_if(bool wanted, uint32_t& to, uint32_t by) {
+  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p add.u32 %0, %0, %2;\n}"
+      : "+r"(to)
+      : "r"(static_cast<uint32_t>(wanted)), "r"(by));
+}
+
 // ---- barriers in shared memory ----
 
 VS_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {

@@ -6,23 +6,25 @@
 
 namespace vocabshard::sm90::sampling {
 
-constexpr int kPieces = 4;         // float4s of a thread whose tiles are added together
 constexpr int kHighBits = 18;      // of a mass, below its high part
 constexpr float kHigh = 0x1p+41f;  // one unit in its last place is 2^kHighBits
 
-// Masses of a thread's columns: their high parts, and what is left, rounded to the nearest integer.
+// Masses of columns: sums of the bits of their high parts, and of what is left, rounded to the nearest integer.
 struct Mass {
-  uint32_t high;
-  int32_t low;
+  uint32_t high = 0, low = 0;
 
-  VS_DEVICE int64_t whole() const { return (static_cast<int64_t>(high) << kHighBits) + low; }
+  // Of so many columns, a tile's at most.
+  VS_DEVICE int64_t whole(uint32_t columns) const {
+    return (static_cast<int64_t>(high - columns * bits(kHigh)) << kHighBits) +
+           static_cast<int32_t>(low - columns * static_cast<uint32_t>(kMagicBits));
+  }
 };
 
 // Units of masses, and what is worth while.
 struct Scales {
   Terms term;
   float to_mass;  // from terms, in units of 2^R
-  float seen;     // columns below have no mass
+  float seen;     // y below have no mass
 
   VS_DEVICE Scales(float y_max, float scale) : term(y_max, scale) {
     const int32_t k_max = exp_k(clamp_logit(y_max)), R = 12582912 - static_cast<int32_t>(term.magic);
@@ -31,21 +33,7 @@ struct Scales {
   }
 };
 
-// Of four pieces of four columns each that a lane has of tiles of four lanes: which of a tile's columns are in `which`,
-// bit 4 i + j for the j-th column of the i-th piece; for every lane the tile of its lane % 4 th piece.
-VS_DEVICE uint32_t tile_mask(uint32_t which) {
-  const uint32_t lane = threadIdx.x % 4;
-  uint32_t mask = 0;
-#pragma unroll
-  for (uint32_t by = 0; by < 4; ++by) {
-    const uint32_t other = by == 0 ? which : __shfl_xor_sync(kAllLanes, which, by);
-    mask |= (other >> (4 * lane) & 15) << (4 * (lane ^ by));
-  }
-  return mask;
-}
-
 // The candidates of a tile, which begins at column `first`, by one thread.
-template <int kThreads>
 VS_DEVICE void list_tile(const Columns& columns, uint32_t mask, int32_t first, float without, float with,
                          Candidate* list, uint32_t room, uint32_t& count) {
   if (mask == 0) return;
@@ -60,81 +48,67 @@ VS_DEVICE void list_tile(const Columns& columns, uint32_t mask, int32_t first, f
   }
 }
 
-// Columns `begin`, a multiple of 16, to `end`: a float4 of a thread in turn, the next two on their way. Candidates come
+VS_DEVICE void scaled(const TileOfColumns& tile, float scale, float (&y)[kTile]) {
+#pragma unroll
+  for (int i = 0; i < kTile / 4; ++i) {
+    y[4 * i] = mul(tile.v[i].x, scale);
+    y[4 * i + 1] = mul(tile.v[i].y, scale);
+    y[4 * i + 2] = mul(tile.v[i].z, scale);
+    y[4 * i + 3] = mul(tile.v[i].w, scale);
+  }
+}
+
+// Columns `begin`, a multiple of 16, to `end`: a tile of a thread in turn, the next one on its way. Candidates come
 // behind the s.count of before into `list`, `room` at most.
 template <int kThreads>
 VS_DEVICE void collect_columns(const SamplingRows& p, const Row& row, const Window& window, const Scales& scales,
                                int32_t begin, int32_t end, Candidate* list, uint32_t room, Collected& to,
                                CrossingShared<kThreads>& s) {
-  constexpr int32_t kStep = 4 * kThreads;
-  const Columns& columns = row.columns;
-  const Terms& term = scales.term;
-  const auto load = [&](int32_t at) { return columns.four(at < end ? at : columns.valid); };
-  Mass all = {0, 0}, above = {0, 0};
-  uint32_t which = 0, sure = 0, early = 0;  // bit 4 i + j: the j-th column of the i-th piece of four
-  float sums[kPieces] = {0.0f, 0.0f, 0.0f, 0.0f}, with[kPieces] = {0.0f, 0.0f, 0.0f, 0.0f};
-  int32_t at = begin + 4 * static_cast<int32_t>(threadIdx.x);
-  float4 v = load(at), next = load(at + kStep);
-  // all lanes of a warp stay: tiles are of four
+  const Terms term = scales.term;
+  const float low = fmaxf(window.low, scales.seen), high = window.high;
+  const Columns share = {row.columns.row, end, row.columns.vocab_start};
+  constexpr int32_t kStep = kTile * kThreads;
+  int32_t at = begin + kTile * static_cast<int32_t>(threadIdx.x);
+  if (at >= end) return;
+  float y[kTile];
+  scaled(TileOfColumns(share, at), term.scale, y);
 #pragma unroll 1
-  for (int32_t pieces = 0, block = begin; block < end;) {
-    const float4 coming = load(at + 2 * kStep);
-    const int shift = 4 * (pieces % kPieces);
+  for (bool more = true; more; at += kStep) {
+    more = at + kStep < end;
+    const TileOfColumns next(share, more ? at + kStep : at);
+    Mass all, above;
+    float e[kTile], e_with[kTile];
+    uint32_t kept = 0, reach = 0;  // bit j: the j-th column is above the window, or above its lower end
 #pragma unroll
-    for (int i = 0; i + 1 < kPieces; ++i) sums[i] = sums[i + 1], with[i] = with[i + 1];
-    sums[kPieces - 1] = with[kPieces - 1] = 0.0f;
-    if (__any_sync(kAllLanes, mul(largest(v), term.scale) >= scales.seen)) {
-      const float z[4] = {v.x, v.y, v.z, v.w};
-      float e[4], e_with[4];
-      uint32_t over = 0, inside = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float y = mul(z[j], term.scale);
-        const float x = logits::scaled_exp(fmaxf(y, term.lowest), term.magic);
-        const float high = fma(x, scales.to_mass, kHigh), low = fma(x, scales.to_mass, -add(high, -kHigh));
-        const uint32_t m_high = bits(high) - bits(kHigh);
-        const auto m_low = static_cast<int32_t>(bits(add(low, kMagic))) - kMagicBits;
-        const bool kept = y > window.high;
-        all.high += m_high;
-        all.low += m_low;
-        above.high += kept ? m_high : 0;
-        above.low += kept ? m_low : 0;
-        e[j] = kept ? x : 0.0f;
-        e_with[j] = y >= window.low ? x : 0.0f;
-        over |= kept;
-        inside |= y >= window.low && !kept ? 1u << j : 0;
-      }
-      sums[kPieces - 1] = add(add(e[0], e[1]), add(e[2], e[3]));
-      with[kPieces - 1] = add(add(e_with[0], e_with[1]), add(e_with[2], e_with[3]));
-      sure |= over;
-      which |= inside << shift;
-      if (p.draw && over != 0) early |= early_of_four(e, columns.vocab_start + at, p.seed, row.key, to.bound) << shift;
+    for (int j = 0; j < kTile; ++j) {
+      const float x = logits::scaled_exp(fmaxf(y[j], term.lowest), term.magic);
+      const float upper = fma(x, scales.to_mass, kHigh), rest = fma(x, scales.to_mass, -add(upper, -kHigh));
+      const uint32_t m_high = bits(upper), m_low = bits(add(rest, kMagic));
+      const bool is_kept = y[j] > high, reaches = y[j] >= low;
+      all.high += m_high, all.low += m_low;
+      ptx::add_if(is_kept, above.high, m_high);
+      ptx::add_if(is_kept, above.low, m_low);
+      ptx::add_if(is_kept, kept, 1u << j);
+      ptx::add_if(reaches, reach, 1u << j);
+      e[j] = is_kept ? x : 0.0f;
+      e_with[j] = reaches ? x : 0.0f;
     }
-    v = next, next = coming;
-    at += kStep, block += kStep, ++pieces;
-    if (pieces % kPieces != 0 && block < end) continue;
-    if (__any_sync(kAllLanes, (sure | which) != 0)) {
-      // the first of the pieces, where they are fewer than four of them: those before are none
-      const int32_t base = at - kPieces * kStep;
-      const int32_t missing = (kPieces - pieces % kPieces) % kPieces;
-      which <<= 4 * missing, early <<= 4 * missing;
-      if (early != 0)
-        look_at_early(
-            columns, term, base, kStep, early, p.seed, row.key,
-            [&](float z, int32_t) { return mul(z, term.scale) > window.high; }, to.bound, to.race.first);
-      const float tile = tile_of_lane(sums);
-      to.race.sum.add_positive(static_cast<double>(tile));
-      if (__any_sync(kAllLanes, which != 0)) {
-        const float tile_with = tile_of_lane(with);
-        list_tile<kThreads>(columns, tile_mask(which), base - 4 * (threadIdx.x % 4) + kStep * (threadIdx.x % 4), tile,
-                            tile_with, list, room, s.count);
-      }
-    }
-    which = sure = early = 0;
-    to.total += all.whole(), to.above += above.whole();
-    all = above = {0, 0};
+    to.total += all.whole(kTile), to.above += above.whole(__popc(kept));
+    const float sum = tree16(e);
+    to.race.sum.add_positive(static_cast<double>(sum));
+    list_tile(share, reach & ~kept, at, sum, tree16(e_with), list, room, s.count);
+    if (p.draw && kept != 0) {
+      uint32_t early = 0;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) sums[i] = with[i] = 0.0f;
+      for (int i = 0; i < kTile / 4; ++i) {
+        const float terms[4] = {e[4 * i], e[4 * i + 1], e[4 * i + 2], e[4 * i + 3]};
+        early |= early_of_four(terms, share.vocab_start + at + 4 * i, p.seed, row.key, to.bound) << (4 * i);
+      }
+      look_at_early(
+          share, term, at, 4, early, p.seed, row.key, [&](float z, int32_t) { return mul(z, term.scale) > high; },
+          to.bound, to.race.first);
+    }
+    scaled(next, term.scale, y);
   }
 }
 

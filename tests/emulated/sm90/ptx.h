@@ -34,6 +34,8 @@ VS_DEVICE float exp2(float x) {
   return y < 0x1p-126f ? 0.0f : y;
 }
 
+VS_DEVICE void add_if(bool wanted, uint32_t& to, uint32_t by) { to += wanted ? by : 0; }
+
 VS_DEVICE float sqrt(float x) { return std::sqrt(x); }
 
 VS_DEVICE bool is_infinite(float x) { return std::isinf(x); }
