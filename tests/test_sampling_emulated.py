@@ -69,7 +69,7 @@ class Call(ctypes.Structure):
 
     FIELDS = (
         "logits rows row_stride valid vocab_start scales scale steps kinds numbers lns seed row_keys target_ids maxima "
-        "partials rehearse hide lost fold order uncut cut drawn records logp lse decided_by"
+        "partials rehearse hide lost fold order uncut cut drawn records logp lse decided_by noise"
     ).split()
     _fields_ = [(field, ctypes.c_double if field == "scale" else ctypes.c_int64) for field in FIELDS]
 
@@ -215,6 +215,7 @@ WAYS = {
     "no-draw": Way(partials=True, draw=False, order=2),
 }
 DECIDED_BY = ("few", "listed", "listed, all columns", "collected", "collected, all columns")
+NOISE_WORDS, EARLY_BELOW = 2**13, 2**26  # of sampling_noise.cuh
 UNWRITTEN = 0x5A5A5A5A5A5A5A5A
 
 
@@ -245,7 +246,8 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
     }
     results = {"cut": new(rows), "drawn": new(3, rows), "records": new(4, rows), "decided_by": new(rows)}
     folded = {"logp": logp, "lse": lse}
-    tensors = {**given, **results, **folded, "uncut": uncut.clone()}
+    noise = torch.zeros(rows, NOISE_WORDS, dtype=torch.int32)
+    tensors = {**given, **results, **folded, "uncut": uncut.clone(), "noise": noise}
     call = Call(
         rows=rows,
         row_stride=padded.stride(0),
@@ -269,6 +271,10 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
         scores = fold("cpu", records[None], ids, -100, vocab_start + V, "nan")
         assert_same_bytes(logp, scores.logp, "logp")
         assert_same_bytes(lse, scores.lse, "lse")
+    if name.startswith("top_p") and way.draw:
+        bits = (noise[:, :, None] >> torch.arange(32)).flatten(1)[:, :V] & 1 > 0
+        words = sampling_torch.random_words(vocab_start + torch.arange(V), 0, SEED, row_keys())
+        assert torch.equal(bits, words < EARLY_BELOW), "noise differs"
     return Counter(DECIDED_BY[i] for i in results["decided_by"][expected.usable].tolist())
 
 
@@ -302,14 +308,18 @@ def test_rows_are_decided_in_every_way(library: ctypes.CDLL, name: str, way: str
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "instead", "name", "complaint"),
+    ("file", "text", "instead", "V", "name", "complaint"),
     [
-        ("sampling_few.cuh", "  __syncthreads();\n  place = s.", "  place = s.", "top_k 1", "cut: .* differ"),
-        ("sampling_few.cuh", "kept = min(kept, __", "if (i < count) kept = min(kept, __", "top_k 1", "wait"),
-        ("sampling_list.cu", "      ptx::grid_wait();\n", "", "top_k 50", "cut: .* differ"),
-        ("sampling_count.cu", "if (real) wait_for_word", "if (false) wait_for_word", "top_p 0.95", "differ"),
-        ("sampling_window.cuh", "place >= cut || sum.x < 0.0f", "place >= cut", "top_p 0.95", "record"),
-        ("sampling_columns.cuh", "  if (all > 1) with = -1.0f;\n", "", "top_p 0.95", "record"),
+        ("sampling_few.cuh", "  __syncthreads();\n  place = s.", "  place = s.", 5003, "top_k 1", "cut: .* differ"),
+        ("sampling_few.cuh", "kept = min(kept, __", "if (i < count) kept = min(kept, __", 5003, "top_k 1", "wait"),
+        ("sampling_list.cu", "      ptx::grid_wait();\n", "", 5003, "top_k 50", "cut: .* differ"),
+        ("sampling_count.cu", "if (real) wait_for_word", "if (false) wait_for_word", 5003, "top_p 0.95", "differ"),
+        ("sampling_window.cuh", "place >= cut || sum.x < 0.0f", "place >= cut", 5003, "top_p 0.95", "record"),
+        ("sampling_columns.cuh", "  if (all > 1) with = -1.0f;\n", "", 5003, "top_p 0.95", "record"),
+        ("sampling_columns.cuh", "noisy >> at % 32u & kept", "0", 700, "top_p 0.95", "arrival"),
+        ("sampling_columns.cuh", " | larger", "", 700, "top_p 0.95", "arrival"),
+        ("sampling_columns.cuh", "last && count_ > 0", "false", 5003, "top_p 0.95", "arrival"),
+        ("sampling_noise.cuh", "early >>= 4", "early >>= 3", 5003, "top_p 0.95", "arrival|noise"),
     ],
     ids=[
         "no barrier",
@@ -318,10 +328,14 @@ def test_rows_are_decided_in_every_way(library: ctypes.CDLL, name: str, way: str
         "nor here",
         "a tile's first",
         "several of a tile",
+        "no columns of early noise",
+        "nor of large terms",
+        "nor the last ones",
+        "noise of others",
     ],
 )
 def test_what_is_wrong_is_found(
-    objects: dict[str, Path], tmp_path: Path, file: str, text: str, instead: str, name: str, complaint: str
+    objects: dict[str, Path], tmp_path: Path, file: str, text: str, instead: str, V: int, name: str, complaint: str
 ) -> None:
     original = (CSRC / "sm90" / file).read_text()
     assert text in original
@@ -331,4 +345,4 @@ def test_what_is_wrong_is_found(
     others = [path for kernel, path in objects.items() if kernel not in (*changed, "all")]
     made = link([*others, *(compile_kernel(kernel, tmp_path) for kernel in changed)], tmp_path / "all")
     with pytest.raises(AssertionError, match=complaint):
-        emulate(load(made), 5003, name, WAYS["partials"])
+        emulate(load(made), V, name, WAYS["partials"])

@@ -16,6 +16,11 @@ constexpr int kCollectBytes = sizeof(Candidate) * kListed;
 struct Share {
   int64_t row;  // -1: there is none left for this CTA
   int32_t part, parts, columns;
+
+  VS_DEVICE int32_t begin(const SamplingRows& p) const { return min(part * columns, static_cast<int32_t>(p.valid)); }
+  VS_DEVICE int32_t end(const SamplingRows& p) const {
+    return min((part + 1) * columns, static_cast<int32_t>(p.valid));
+  }
 };
 
 // As launch_bracket leaves rows: all of them.
@@ -46,7 +51,7 @@ VS_DEVICE Share share_of_left(const Workspace& work, int32_t rows, int32_t valid
 }
 
 VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const Share& share, Candidate* list,
-                       CrossingShared<kThreads>& s) {
+                       CrossingShared<kThreads>& s, EarlyShared<kThreads>& early) {
   const SamplingRows& p = call.rows;
   const int64_t n = share.row;
   const Head head = work.heads[n];
@@ -56,10 +61,9 @@ VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const 
       put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, record_load<false>(call.uncut + n, p.rows));
     return;
   }
-  const int32_t begin = min(share.part * share.columns, row.columns.valid);
-  const int32_t end = min(begin + share.columns, row.columns.valid);
   Collected collected(head.bound);
-  collect_columns(p, row, head.window, Scales(head.y_max, row.scale), begin, end, list, kListed, collected, s);
+  collect_columns(p, row, head.window, Scales(head.y_max, row.scale), work.noise + n * kNoiseWords, share.begin(p),
+                  share.end(p), list, kListed, collected, s, early);
   __syncthreads();
 
   auto* const listed = reinterpret_cast<Candidate*>(work.candidates + n * kCandidateWords);
@@ -73,15 +77,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     collect_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t parts_of_all) {
   extern __shared__ __align__(128) Candidate list[];
   __shared__ CrossingShared<kThreads> s;
+  __shared__ EarlyShared<kThreads> early;
   const SamplingRows& p = call.rows;
   const Workspace work(call.workspace, p.rows);
-  if (threadIdx.x == 0) s.count = 0;
-  __syncthreads();
-  const auto rows = static_cast<int32_t>(p.rows), valid = static_cast<int32_t>(p.valid);
-  part_columns > 0 ? ptx::grid_wait() : wait_for_words(work.states, rows, kDone);
+  if (threadIdx.x == 0) s.count = 0, early.bound = 0x7f800000;
+  Share share = {};
+  if (part_columns > 0) {
+    share = share_of_all(parts_of_all, part_columns);
+    if (p.draw)  // nobody has made it
+      make_noise<kThreads>(work.noise + share.row * kNoiseWords, row_of(p, share.row), p.seed, share.begin(p),
+                           share.end(p));
+    ptx::grid_wait();
+    __syncthreads();
+  } else {
+    wait_for_words(work.states, static_cast<int32_t>(p.rows), kDone);
+    share = share_of_left(work, static_cast<int32_t>(p.rows), static_cast<int32_t>(p.valid), s);
+  }
   ptx::grid_launch_next();
-  const Share share = part_columns > 0 ? share_of_all(parts_of_all, part_columns) : share_of_left(work, rows, valid, s);
-  if (share.row >= 0) collect(call, work, share, list, s);
+  if (share.row >= 0) collect(call, work, share, list, s, early);
   ptx::grid_wait();  // who waits for this grid waits for those before it
 }
 

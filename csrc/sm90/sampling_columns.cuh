@@ -2,6 +2,7 @@
 // listed, masses summed exactly, and what is above the window is raced and summed.
 #pragma once
 
+#include "sm90/sampling_noise.cuh"
 #include "sm90/sampling_window.cuh"
 
 namespace vocabshard::sm90::sampling {
@@ -58,24 +59,90 @@ VS_DEVICE void scaled(const TileOfColumns& tile, float scale, float (&y)[kTile])
   }
 }
 
+template <int kThreads>
+struct EarlyShared {
+  int32_t bound;  // the lowest of all threads', as bits; infinite at first
+  int32_t columns[kThreads / 32][64];
+};
+
+// Kept columns that may come first. They wait until a warp has one for each of its lanes, as their noise is made again
+// to be sure.
+template <int kThreads>
+class Early {
+ public:
+  VS_DEVICE Early(const SamplingRows& p, const Row& row, const Terms& term, Collected& to, EarlyShared<kThreads>& s)
+      : p_(p), row_(row), term_(term), to_(to), s_(s) {}
+
+  VS_DEVICE float bound() const {
+    return fminf(to_.bound, from_bits(static_cast<uint32_t>(*static_cast<volatile const int32_t*>(&s_.bound))));
+  }
+
+  // By whole warps: those of a lane's columns from `first` on, bit j for the j-th. The last ones: none waits any
+  // longer.
+  VS_DEVICE void add(uint32_t which, int32_t first, bool last) {
+    const uint32_t lane = threadIdx.x % 32;
+    int32_t* const columns = s_.columns[threadIdx.x / 32];
+#pragma unroll 1
+    for (;; which &= which - 1) {
+      const uint32_t lanes = __ballot_sync(kAllLanes, which != 0);
+      if (lanes == 0 && !(last && count_ > 0)) return;
+      if (which != 0) columns[count_ + __popc(lanes & ((1u << lane) - 1))] = first + __ffs(static_cast<int>(which)) - 1;
+      count_ += __popc(lanes);
+      if (lanes != 0 && count_ < 32) continue;
+      __syncwarp();
+      const int32_t left = max(count_ - 32, 0), mine = left + static_cast<int32_t>(lane);
+      if (mine < count_) look(columns[mine]);
+      __syncwarp();
+      count_ = left;
+    }
+  }
+
+ private:
+  VS_DEVICE void look(int32_t column) {
+    const float z = row_.columns.row[column], x = term_(z, true);
+    const int64_t id = row_.columns.vocab_start + column;
+    const uint32_t word = column_word(id, 0, p_.seed, row_.key);
+    if (!is_early(word, x, bound())) return;
+    const float clock = clock_at(word, id, p_.seed, row_.key);
+    const int64_t arrival = arrival_of(clock, clamp_logit(mul(z, term_.scale)));
+    to_.race.first = Smaller()(to_.race.first, Words<2>{{arrival, who_is(id, z)}});
+    atomicMin(&s_.bound, static_cast<int32_t>(bits(bound_of(clock, x))));
+  }
+
+  const SamplingRows& p_;
+  const Row& row_;
+  const Terms& term_;
+  Collected& to_;
+  EarlyShared<kThreads>& s_;
+  int32_t count_ = 0;
+};
+
 // Columns `begin`, a multiple of 16, to `end`: a tile of a thread in turn, the next one on its way. Candidates come
 // behind the s.count of before into `list`, `room` at most.
 template <int kThreads>
 VS_DEVICE void collect_columns(const SamplingRows& p, const Row& row, const Window& window, const Scales& scales,
-                               int32_t begin, int32_t end, Candidate* list, uint32_t room, Collected& to,
-                               CrossingShared<kThreads>& s) {
+                               const uint32_t* noise, int32_t begin, int32_t end, Candidate* list, uint32_t room,
+                               Collected& to, CrossingShared<kThreads>& s, EarlyShared<kThreads>& s_early) {
   const Terms term = scales.term;
   const float low = fmaxf(window.low, scales.seen), high = window.high;
   const Columns share = {row.columns.row, end, row.columns.vocab_start};
   constexpr int32_t kStep = kTile * kThreads;
   int32_t at = begin + kTile * static_cast<int32_t>(threadIdx.x);
-  if (at >= end) return;
+  int32_t of_warp = at - kTile * static_cast<int32_t>(threadIdx.x % 32);
+  if (of_warp >= end) return;
+  Early<kThreads> early(p, row, term, to, s_early);
+  float large = large_term(to.bound);
+  // the word that has the bits of the tile that begins there
+  const auto noise_at = [&](int32_t column) { return p.draw && column < end ? noise[column / 32u] : 0; };
+  uint32_t noisy = noise_at(at);
   float y[kTile];
   scaled(TileOfColumns(share, at), term.scale, y);
 #pragma unroll 1
   for (bool more = true; more; at += kStep) {
-    more = at + kStep < end;
-    const TileOfColumns next(share, more ? at + kStep : at);
+    more = (of_warp += kStep) < end;
+    const int32_t then = more ? at + kStep : at;
+    const TileOfColumns next(share, then);
+    const uint32_t noisy_next = noise_at(then);
     Mass all, above;
     float e[kTile], e_with[kTile];
     uint32_t kept = 0, reach = 0;  // bit j: the j-th column is above the window, or above its lower end
@@ -97,17 +164,16 @@ VS_DEVICE void collect_columns(const SamplingRows& p, const Row& row, const Wind
     const float sum = tree16(e);
     to.race.sum.add_positive(static_cast<double>(sum));
     list_tile(share, reach & ~kept, at, sum, tree16(e_with), list, room, s.count);
-    if (p.draw && kept != 0) {
-      uint32_t early = 0;
+    if (p.draw) {
+      uint32_t larger = 0;
+      if (sum >= large) {  // no term is larger than the sum
+        large = large_term(early.bound());
 #pragma unroll
-      for (int i = 0; i < kTile / 4; ++i) {
-        const float terms[4] = {e[4 * i], e[4 * i + 1], e[4 * i + 2], e[4 * i + 3]};
-        early |= early_of_four(terms, share.vocab_start + at + 4 * i, p.seed, row.key, to.bound) << (4 * i);
+        for (int j = 0; j < kTile; ++j) ptx::add_if(e[j] >= large, larger, 1u << j);
       }
-      look_at_early(
-          share, term, at, 4, early, p.seed, row.key, [&](float z, int32_t) { return mul(z, term.scale) > high; },
-          to.bound, to.race.first);
+      early.add((noisy >> at % 32u & kept) | larger, at, !more);
     }
+    noisy = noisy_next;
     scaled(next, term.scale, y);
   }
 }

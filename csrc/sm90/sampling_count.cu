@@ -10,6 +10,7 @@
 #include "sm90/sampling_depths.cuh"
 #include "sm90/sampling_grids.h"
 #include "sm90/sampling_maxima.cuh"
+#include "sm90/sampling_noise.cuh"
 
 namespace vocabshard::sm90::sampling {
 
@@ -275,6 +276,7 @@ __global__ void __launch_bounds__(kFewThreads, 6)
     bool last = true;
     if (real) {
       row = row_of(call.rows, n);
+      make_noise_of_part<kFewThreads>(call.rows, work, row, part, parts);
       count_columns(call, row, n, owners * part / parts, owners * (part + 1) / parts, tiles, s);
       __threadfence();
       __syncthreads();

@@ -16,6 +16,8 @@ constexpr int64_t kRowMaxima = kStreamedColumns / kMaximaColumns;
 
 constexpr int kMostParts = 96;  // CTAs of a row
 
+constexpr int64_t kNoiseWords = kStreamedColumns / 32;  // a bit a column
+
 constexpr int kDepths = 4096;  // of a row's columns, beside a forward
 
 // The columns that may be the last that is kept lie in [low, high] by y.
@@ -65,6 +67,7 @@ struct Workspace {
   int32_t* states;      // [kMostStates]: a RowState
   int32_t* counted;     // [rows, kCountedWords]
   uint32_t* depths;     // [rows, kDepths], how many columns
+  uint32_t* noise;      // [rows, kNoiseWords]: make_noise's
 
   __host__ __device__ Workspace(void* memory, int64_t rows)
       : heads(static_cast<Head*>(memory)),
@@ -74,7 +77,8 @@ struct Workspace {
         words(reinterpret_cast<int32_t*>(maxima + rows * kRowMaxima)),
         states(words + kForwardWords),
         counted(states + kMostStates),
-        depths(reinterpret_cast<uint32_t*>(counted + kCountedWords * rows)) {}
+        depths(reinterpret_cast<uint32_t*>(counted + kCountedWords * rows)),
+        noise(depths + kDepths * rows) {}
 
   static int32_t word_count(int64_t rows) {
     return static_cast<int32_t>(kForwardWords + kMostStates + rows * (kCountedWords + kDepths));
@@ -96,8 +100,9 @@ VS_DEVICE void wait_for_words(const int32_t* at, int32_t words, int32_t wanted) 
   if (__syncthreads_or(!there)) ptx::grid_wait();
 }
 
-constexpr int64_t kRowBytes = sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kCandidateWords +
-                              4 * (kRowMaxima + kForwardWords + kMostStates + kCountedWords + kDepths);  // for each row
+constexpr int64_t kRowBytes =
+    sizeof(Head) + kMostParts * sizeof(PartOfRow) + 8 * kCandidateWords +
+    4 * (kRowMaxima + kForwardWords + kMostStates + kCountedWords + kDepths + kNoiseWords);  // for each row
 static_assert(kRowBytes % 128 == 0 && 4 * kRowMaxima % 128 == 0 && kForwardWords % 32 == 0, "rows are aligned");
 
 // Columns of one row.

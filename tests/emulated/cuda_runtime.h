@@ -141,6 +141,14 @@ inline int __reduce_min_sync(unsigned lanes, int mine) {
 inline int __reduce_max_sync(unsigned lanes, int mine) {
   return reduce_warp("__reduce_max_sync", lanes, mine, [](int a, int b) { return a > b ? a : b; });
 }
+inline unsigned __ballot_sync(unsigned lanes, bool mine) {
+  return over_warp("__ballot_sync", lanes, static_cast<unsigned>(mine), [](const auto& of_lane, int) {
+    unsigned all = 0;
+    for (int lane = 0; lane < 32; ++lane) all |= static_cast<unsigned>(of_lane(lane)) << lane;
+    return all;
+  });
+}
+inline void __syncwarp() { emulated::meet_warp("__syncwarp", 0); }
 inline int __any_sync(unsigned lanes, bool mine) {
   return reduce_warp("__any_sync", lanes, mine, [](int a, int b) { return a | b; });
 }

@@ -35,6 +35,7 @@ struct Call {
   int64_t *uncut, *cut, *drawn, *records;
   float *logp, *lse;
   int64_t* decided_by;  // [rows]: a Source
+  uint32_t* noise;      // [rows, kNoiseWords] of a top_p's, or null
 };
 
 // Which candidates decided: few, those listed from groups, those of the grid that collects, or all columns.
@@ -185,6 +186,7 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
     emulated::fail("such rows are not streamed");
   hidden.show();
   for (int64_t n = 0; n < c.rows; ++n) c.decided_by[n] = decided_by(c, work, n);
+  if (c.noise) std::copy_n(work.noise, c.rows * sampling::kNoiseWords, c.noise);
   return emulated::run.failure.c_str();
 }
 
