@@ -49,13 +49,17 @@ VS_DEVICE void list_tile(const Columns& columns, uint32_t mask, int32_t first, f
   }
 }
 
-VS_DEVICE void scaled(const TileOfColumns& tile, float scale, float (&y)[kTile]) {
+// A tile's columns; what is past the end is -inf.
+VS_DEVICE void load_tile(const Columns& columns, int32_t first, float (&z)[kTile]) {
+  if (first + kTile <= columns.valid) {
 #pragma unroll
-  for (int i = 0; i < kTile / 4; ++i) {
-    y[4 * i] = mul(tile.v[i].x, scale);
-    y[4 * i + 1] = mul(tile.v[i].y, scale);
-    y[4 * i + 2] = mul(tile.v[i].z, scale);
-    y[4 * i + 3] = mul(tile.v[i].w, scale);
+    for (int i = 0; i < kTile; i += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(columns.row + first + i);
+      z[i] = v.x, z[i + 1] = v.y, z[i + 2] = v.z, z[i + 3] = v.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTile; ++i) z[i] = first + i < columns.valid ? columns.row[first + i] : neg_inf();
   }
 }
 
@@ -124,7 +128,7 @@ VS_DEVICE void collect_columns(const SamplingRows& p, const Row& row, const Wind
                                const uint32_t* noise, int32_t begin, int32_t end, Candidate* list, uint32_t room,
                                Collected& to, CrossingShared<kThreads>& s, EarlyShared<kThreads>& s_early) {
   const Terms term = scales.term;
-  const float low = fmaxf(window.low, scales.seen), high = window.high;
+  const float low = fmaxf(window.low, scales.seen), high = window.high;  // without mass none is the last
   const Columns share = {row.columns.row, end, row.columns.vocab_start};
   constexpr int32_t kStep = kTile * kThreads;
   int32_t at = begin + kTile * static_cast<int32_t>(threadIdx.x);
@@ -135,14 +139,18 @@ VS_DEVICE void collect_columns(const SamplingRows& p, const Row& row, const Wind
   // the word that has the bits of the tile that begins there
   const auto noise_at = [&](int32_t column) { return p.draw && column < end ? noise[column / 32u] : 0; };
   uint32_t noisy = noise_at(at);
-  float y[kTile];
-  scaled(TileOfColumns(share, at), term.scale, y);
+  float y[kTile], next[kTile];
+  const auto scale = [&] {  // in front of the loop and at its end, so that nothing is moved from next to y
+#pragma unroll
+    for (int j = 0; j < kTile; ++j) y[j] = mul(next[j], term.scale);
+  };
+  load_tile(share, at, next);
+  scale();
 #pragma unroll 1
-  for (bool more = true; more; at += kStep) {
-    more = (of_warp += kStep) < end;
-    const int32_t then = more ? at + kStep : at;
-    const TileOfColumns next(share, then);
-    const uint32_t noisy_next = noise_at(then);
+  for (;; at += kStep) {
+    const bool more = (of_warp += kStep) < end;
+    if (more) load_tile(share, at + kStep, next);
+    const uint32_t noisy_next = noise_at(at + kStep);
     Mass all, above;
     float e[kTile], e_with[kTile];
     uint32_t kept = 0, reach = 0;  // bit j: the j-th column is above the window, or above its lower end
@@ -173,8 +181,9 @@ VS_DEVICE void collect_columns(const SamplingRows& p, const Row& row, const Wind
       }
       early.add((noisy >> at % 32u & kept) | larger, at, !more);
     }
+    if (!more) break;
     noisy = noisy_next;
-    scaled(next, term.scale, y);
+    scale();
   }
 }
 
