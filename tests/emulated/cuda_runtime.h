@@ -152,10 +152,6 @@ inline void __syncwarp() { emulated::meet_warp("__syncwarp", 0); }
 inline int __any_sync(unsigned lanes, bool mine) {
   return reduce_warp("__any_sync", lanes, mine, [](int a, int b) { return a | b; });
 }
-inline unsigned __ballot_sync(unsigned lanes, bool mine) {
-  const int bit = mine ? static_cast<int>(1u << threadIdx.x % 32) : 0;
-  return reduce_warp("__ballot_sync", lanes, bit, [](int a, int b) { return a | b; });
-}
 
 // ---- memory ----
 
