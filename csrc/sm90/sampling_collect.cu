@@ -51,8 +51,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   Head& head = work.heads[n];
   const Row row = row_of(p, n);
   if (!head.usable) {
-    if (share.part == 0 && threadIdx.x == 0)
-      put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, record_load<false>(call.uncut + n, p.rows));
+    if (share.part == 0 && threadIdx.x < 32)
+      put_row(call, row, target_of(p, row), kKeepAll, {{kNoArrival, kNobody}},
+              record_load<false>(call.uncut + n, p.rows));
     return;
   }
   const int32_t begin = min(share.part * share.columns, row.columns.valid);

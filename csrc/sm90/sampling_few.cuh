@@ -86,7 +86,7 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
     race.first = {{look.arrival, who_is(id, z)}};
   }
   const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race);
-  if (i == 0) put_row(call, row, cut, whole.first(), whole.partial(y_max));
+  if (i < 32) put_row(call, row, target_of(p, row), cut, whole.first(), whole.partial(y_max));
   return true;
 }
 

@@ -173,14 +173,28 @@ VS_DEVICE Partial uncut_of(const SamplingStream& call, int64_t n, Partial* of_wa
   return record_load<false>(call.uncut + n, call.rows.rows);
 }
 
-// A row's results, by one thread: `partial` has the sums of what is kept. Out of line, as it folds.
-static __device__ __noinline__ void put_row(const SamplingStream& call, const Row& row, int64_t cut,
-                                            const Words<2>& first, Partial partial) {
+// What a row is scored at, where it is given: a column that is not here is NaN.
+struct Target {
+  int64_t id;
+  float z;
+};
+
+VS_DEVICE Target target_of(const SamplingRows& p, const Row& row) {
+  if (p.target_ids == nullptr) return {-1, quiet_nan()};
+  const int64_t id = p.target_ids[row.n], local = id - row.columns.vocab_start;
+  const bool here = id >= 0 && local >= 0 && local < row.columns.valid;
+  return {id, here ? row.columns.row[local] : quiet_nan()};
+}
+
+// A row's results, by a warp whose lanes all have them: `partial` has the sums of what is kept. In line, where `call`
+// is a kernel's parameter: by an address, every field of it is read from memory.
+VS_DEVICE void put_row(const SamplingStream& call, const Row& row, const Target& given, int64_t cut,
+                       const Words<2>& first, Partial partial) {
   const SamplingRows& p = call.rows;
   const int64_t n = row.n;
-  const bool some = p.draw && first.x[0] != kNoArrival;
+  const bool some = p.draw && first.x[0] != kNoArrival, stores = row.real && threadIdx.x % 32 == 0;
   const int64_t id = some ? first.x[1] >> 32 : -1;
-  if (row.real) {
+  if (stores) {
     p.cut[n] = cut;
     if (p.draw) {
       p.drawn[n] = first.x[0];
@@ -188,20 +202,18 @@ static __device__ __noinline__ void put_row(const SamplingStream& call, const Ro
       p.drawn[2 * p.rows + n] = some ? static_cast<int32_t>(static_cast<uint32_t>(first.x[1])) : order_of(neg_inf());
     }
   }
-  partial.y_target = quiet_nan();
-  const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - row.columns.vocab_start;
-  if (p.target_ids == nullptr) {
-    float z = logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1])));
-    if (some && z == 0.0f) z = row.columns.row[local];  // its sign
-    if (some) partial.y_target = mul(z, row.scale);
-  } else if (local >= 0 && local < row.columns.valid && target >= 0) {
-    const float x = row.columns.row[local];
-    partial.y_target = is_cut(x, target, cut_logit(cut), cut_tie(cut)) ? neg_inf() : mul(x, row.scale);
+  const bool drawn = p.target_ids == nullptr;
+  float z = given.z;
+  if (drawn && some) {
+    z = logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1])));
+    if (z == 0.0f) z = row.columns.row[id - row.columns.vocab_start];  // its sign
   }
+  const bool left_out = !drawn && is_cut(z, given.id, cut_logit(cut), cut_tie(cut));
+  partial.y_target = left_out ? neg_inf() : mul(z, row.scale);
   partial_finish(partial);
   if (call.folds)
-    fold_row<false>(row.real ? call.fold : FoldRows{}, n, partial, target);
-  else if (row.real)
+    fold_row_by_warp(row.real ? call.fold : FoldRows{}, n, partial, drawn ? id : given.id);
+  else if (stores)
     record_store<false>(p.records + n, p.rows, partial);
 }
 

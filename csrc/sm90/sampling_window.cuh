@@ -115,7 +115,7 @@ __device__ __noinline__ void finish_window(const SamplingStream& call, const Row
     race_over_all<kThreads>(p, row, y_max, cut, race);
   }
   const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race, kept);
-  if (threadIdx.x == 0) put_row(call, row, cut, whole.first(), whole.partial(y_max));
+  if (threadIdx.x < 32) put_row(call, row, target_of(p, row), cut, whole.first(), whole.partial(y_max));
 }
 
 }  // namespace vocabshard::sm90::sampling
