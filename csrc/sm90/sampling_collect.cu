@@ -52,20 +52,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Row row = row_of(p, n);
   if (!head.usable) {
     if (share.part == 0 && threadIdx.x < 32)
-      put_row(call, row, target_of(p, row), kKeepAll, {{kNoArrival, kNobody}},
+      put_row(call, row, target_of(row, target_id_of(p, row.n)), kKeepAll, {{kNoArrival, kNobody}},
               record_load<false>(call.uncut + n, p.rows));
     return;
   }
   const int32_t begin = min(share.part * share.columns, row.columns.valid);
   const int32_t end = min(begin + share.columns, row.columns.valid);
+  const float y_max = head.y_max;
   Collected collected(head.bound);
-  collect_columns(p, row, head.window, Scales(head.y_max, row.scale), begin, end, list, kListed, collected, s);
+  collect_columns(p, row, head.window, Scales(y_max, row.scale), begin, end, list, kListed, collected, s);
   __syncthreads();
 
   auto* const listed = reinterpret_cast<Candidate*>(work.candidates + n * kCandidateWords);
   PartOfRow* const all = work.parts + n * kMostParts;
   if (come_together(head, all + share.part, collected, share.parts, list, kListed, listed, s))
-    finish_window(call, row, head, listed, reinterpret_cast<int64_t*>(list), all, share.parts, s);
+    finish_window(call, row, y_max, collected.bound, &head.listed, listed, reinterpret_cast<Waiting*>(list), all,
+                  share.parts, s);
 }
 
 }  // namespace

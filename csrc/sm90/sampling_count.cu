@@ -165,7 +165,8 @@ VS_DEVICE void decide(const SamplingStream& call, const Row& row, int64_t n, con
   const Partial uncut = row.real ? uncut_of<kFewThreads>(call, n, s.of_warp) : Partial{};
   const float y_max = uncut.y_max;
   if (!usable(row, y_max)) {
-    if (threadIdx.x < 32) put_row(call, row, target_of(p, row), kKeepAll, {{kNoArrival, kNobody}}, uncut);
+    if (threadIdx.x < 32)
+      put_row(call, row, target_of(row, target_id_of(p, row.n)), kKeepAll, {{kNoArrival, kNobody}}, uncut);
     return;
   }
   const float sum = total_of(uncut), left_out = static_cast<float>((1 << 30) - p.step[0].number) * 0x1p-30f;

@@ -154,9 +154,7 @@ VS_DEVICE int64_t up_to_thread(int64_t (*s)[kLimbs], int64_t mine) {
   __syncthreads();  // the last one's words are read
   if (lane == 31) s[warp][0] = mine;
   __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps - 1; ++w) mine += w < warp ? s[w][0] : 0;
-  return mine;
+  return mine + sum_of_warp(lane < warp ? s[lane][0] : 0);
 }
 
 constexpr int64_t kNobody = INT64_MAX;
@@ -179,9 +177,9 @@ struct Target {
   float z;
 };
 
-VS_DEVICE Target target_of(const SamplingRows& p, const Row& row) {
-  if (p.target_ids == nullptr) return {-1, quiet_nan()};
-  const int64_t id = p.target_ids[row.n], local = id - row.columns.vocab_start;
+VS_DEVICE int64_t target_id_of(const SamplingRows& p, int64_t n) { return p.target_ids ? p.target_ids[n] : -1; }
+VS_DEVICE Target target_of(const Row& row, int64_t id) {
+  const int64_t local = id - row.columns.vocab_start;
   const bool here = id >= 0 && local >= 0 && local < row.columns.valid;
   return {id, here ? row.columns.row[local] : quiet_nan()};
 }
