@@ -53,6 +53,7 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
   static_assert(kThreads == kFewPlaces);
   const SamplingRows& p = call.rows;
   const auto i = static_cast<int32_t>(threadIdx.x);
+  const int64_t target_id = target_id_of(p, row.n);
   int64_t place = s.few[i];
   int32_t better = 0;
 #pragma unroll 4
@@ -65,6 +66,7 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
   place = s.few_mass[i];
   const int32_t column = i < count ? column_at(row.columns, place) : 0;
   TileOfColumns tile(row.columns, column);  // asked for, before it is known whether it is kept
+  const Target target = target_of(row, target_id);
   const int32_t kept = keep_best(p, row, y_max, place, count, total, s);
   if (kept == 0) return false;
   int64_t cut = s.few_mass[kept - 1];
@@ -87,7 +89,7 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
     const Look look = look_at(clamp_logit(mul(z, row.scale)), id, p.seed, row.key);
     race.first = {{look.arrival, who_is(id, z)}};
   }
-  finish_race(call, row, target_of(row, target_id_of(p, row.n)), cut, y_max, part_of(race), s);
+  finish_race(call, row, target, cut, y_max, part_of(race), s);
   return true;
 }
 

@@ -2,8 +2,6 @@
 // the candidates and sum what is kept for sure, and the last of them to come does the rest.
 #pragma once
 
-#include <cfloat>
-
 #include "sm90/sampling_crossing.cuh"
 
 namespace vocabshard::sm90::sampling {
@@ -16,7 +14,7 @@ struct alignas(16) Candidate {
   float with, without;
 };
 
-// The same behind a CTA that has them all.
+// The same in the CTA that finishes the row.
 struct alignas(16) Waiting {
   int64_t place;
   float with, without;
@@ -140,7 +138,7 @@ VS_DEVICE void finish_window(const SamplingStream& call, const Row& row, float y
     const auto sums = static_cast<uint64_t>(__ldcg(words + 1));
     return Waiting{__ldcg(words), from_bits(static_cast<uint32_t>(sums)), from_bits(static_cast<uint32_t>(sums >> 32))};
   };
-  Waiting next = load(threadIdx.x);  // whether there are so many or not
+  Waiting next = load(threadIdx.x);  // there may be fewer
   uint32_t n = __ldcg(candidates);
   PartOfRow part = no_part();
   if (threadIdx.x < count) {
@@ -193,7 +191,7 @@ VS_DEVICE void finish_window(const SamplingStream& call, const Row& row, float y
     earliest = min(earliest, s.words[w][2]);
   }
 
-  // a column of those tiles for every lane: half a warp has a tile
+  // tiles with several: half a warp reads one, before it is known what of it is kept
   const uint32_t tiles = s.count;
   uint32_t tile = threadIdx.x / kTile;
   int32_t column = 0;
