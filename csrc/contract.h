@@ -375,15 +375,27 @@ VS_HD float logp_of(int target, bool invalid_is_nan, float scored) {
   return scored;
 }
 
+// What the logarithms of a fold are of.
+struct FoldOf {
+  double sum;    // of exponentials
+  double ratio;  // 2^n sum / p, n such that 2^n sum is in [1, 2), p that of the target's exp
+};
+
+// Whatever the row is: fold_finish looks at neither logarithm where it has none.
+VS_HD FoldOf fold_of(const Partial& p) {
+  const double sum = counters_value(p.c);
+  const double m = from_bits(static_cast<uint64_t>((bits(sum) & 0xfffffffffffffull) | 0x3ff0000000000000ull));
+  return {sum, div(m, static_cast<double>(exp_split(p.y_target).p))};
+}
+
 template <bool kEntropy>
-VS_HD Folded fold_finish(const Partial& p, int target, bool invalid_is_nan) {
+VS_HD Folded fold_finish(const Partial& p, int target, bool invalid_is_nan, const FoldOf& of, const Log2& log_sum,
+                         const Log2& log_ratio) {
   const float nan = quiet_nan();
   if (is_neg_inf(p.y_max)) return {logp_of(target, invalid_is_nan, neg_inf()), neg_inf(), 0.0f, 0, 0.0f};
   if (poisons(p.y_max) || p.y_max <= -kLogitLimit) return {logp_of(target, invalid_is_nan, nan), nan, nan, 0, nan};
 
   const int32_t k_max = k_of_max(p.y_max), J = limb_top(k_max);
-  const double sum = counters_value(p.c);
-  const Log2 log_sum = log2_split(sum);
   const int32_t lse2_int = log_sum.a + 32 * (J - 1);
   const double lse2 = add(static_cast<double>(lse2_int), log_sum.l);
   Folded out = {nan, static_cast<float>(mul(lse2, kInvLog2e)), 0.0f, lse2_int, static_cast<float>(log_sum.l)};
@@ -395,12 +407,9 @@ VS_HD Folded fold_finish(const Partial& p, int target, bool invalid_is_nan) {
     if (p.y_target < -kLogitLimit) {
       x = mul(add(mul(static_cast<double>(p.y_target), static_cast<double>(kLog2e)), -lse2), kLn2);
     } else {
-      // m / p_t, not log2 m - log2 p_t: the target's own rounding cancels
-      const Exp t = exp_split(p.y_target);
-      const int32_t e = static_cast<int32_t>(bits(sum) >> 52) - 1023;
-      const double m = from_bits(static_cast<uint64_t>((bits(sum) & 0xfffffffffffffull) | 0x3ff0000000000000ull));
-      const Log2 ratio = log2_split(div(m, static_cast<double>(t.p)));
-      x = -mul(add(static_cast<double>(e + 32 * (J - 1) - t.k + ratio.a), ratio.l), kLn2);
+      // of m / p_t, not log2 m - log2 p_t: the target's own rounding cancels
+      const int32_t e = static_cast<int32_t>(bits(of.sum) >> 52) - 1023;
+      x = -mul(add(static_cast<double>(e + 32 * (J - 1) - exp_k(p.y_target) + log_ratio.a), log_ratio.l), kLn2);
     }
     out.logp = add(x < 0.0 ? static_cast<float>(x) : 0.0f, 0.0f);  // nvcc makes a minimum of it, which keeps -0
   }
@@ -409,11 +418,17 @@ VS_HD Folded fold_finish(const Partial& p, int target, bool invalid_is_nan) {
   if (kEntropy) {
     const int32_t J_u = limb_top_entropy(k_max);
     const double scale = J_u == J ? 1.0 : 0x1p+32;
-    const double mean = mul(div(counters_value(p.u), sum), scale);
+    const double mean = mul(div(counters_value(p.u), of.sum), scale);
     const double h = mul(add(lse2, -mean), kLn2);
     out.entropy = h > 0.0 ? static_cast<float>(h) : 0.0f;
   }
   return out;
+}
+
+template <bool kEntropy>
+VS_HD Folded fold_finish(const Partial& p, int target, bool invalid_is_nan) {
+  const FoldOf of = fold_of(p);
+  return fold_finish<kEntropy>(p, target, invalid_is_nan, of, log2_split(of.sum), log2_split(of.ratio));
 }
 
 }  // namespace vocabshard

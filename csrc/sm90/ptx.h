@@ -105,6 +105,12 @@ VS_DEVICE void add_release(int32_t* at, int32_t by) {
 VS_DEVICE void store_release(int32_t* at, int32_t x) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
+// Returns what was there. What threads wrote before a barrier before this, those see that add behind it.
+VS_DEVICE uint32_t add_in_turn(uint32_t* at, uint32_t by) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(by) : "memory");
+  return before;
+}
 VS_DEVICE int32_t load_acquire(const int32_t* at) {
   int32_t x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");

@@ -57,8 +57,9 @@ VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const 
   const Head head = work.heads[n];
   const Row row = row_of(p, n);
   if (!head.usable) {
-    if (share.part == 0 && threadIdx.x == 0)
-      put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, record_load<false>(call.uncut + n, p.rows));
+    if (share.part == 0 && threadIdx.x < 32)
+      put_row(call, row, target_of(row, target_id_of(p, row.n)), kKeepAll, {{kNoArrival, kNobody}},
+              record_load<false>(call.uncut + n, p.rows));
     return;
   }
   Collected collected(head.bound);
@@ -69,7 +70,8 @@ VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const 
   auto* const listed = reinterpret_cast<Candidate*>(work.candidates + n * kCandidateWords);
   PartOfRow* const all = work.parts + n * kMostParts;
   if (come_together(work.heads[n], all + share.part, collected, share.parts, list, kListed, listed, s))
-    finish_window(call, row, work.heads[n], listed, reinterpret_cast<int64_t*>(list), all, share.parts, s);
+    finish_window(call, row, head.y_max, head.bound, &work.heads[n].listed, listed, reinterpret_cast<Waiting*>(list),
+                  all, share.parts, s);
 }
 
 // part_columns = 0: of rows that are left.

@@ -228,7 +228,8 @@ VS_DEVICE RowState decide(const SamplingStream& call, const Row& row, int64_t n,
   const float y_max = sum.y_max;
   if (!usable(row, y_max)) {
     const Partial uncut = uncut_of<kFewThreads>(call, n, s.of_warp);
-    if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
+    if (threadIdx.x < 32)
+      put_row(call, row, target_of(row, target_id_of(p, row.n)), kKeepAll, {{kNoArrival, kNobody}}, uncut);
     return kDone;
   }
   const Exp largest = exp_split(clamp_logit(y_max));

@@ -17,6 +17,7 @@ struct CrossingShared {
   int64_t few[kFewPlaces], few_mass[kFewPlaces];
   int64_t words[kThreads / 32][kLimbs];
   Partial of_warp[kThreads / 32];
+  PartOfRow parts[kThreads / 32];
   int64_t above, answer;
   int32_t bin;
   uint32_t count, few_count;
@@ -189,22 +190,35 @@ __device__ __noinline__ bool find_cut(const Source& source, CrossingShared<kThre
   return true;
 }
 
+// The row's results, of what all threads have of what is kept.
+template <int kThreads>
+VS_DEVICE void finish_race(const SamplingStream& call, const Row& row, const Target& target, int64_t cut, float y_max,
+                           const PartOfRow& mine, CrossingShared<kThreads>& s) {
+  put_part<0>(s.parts, mine);
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const PartOfRow whole = whole_part<kThreads / 32, 0>(s.parts);
+  put_row(call, row, target, cut, whole.first(), whole.partial(y_max));
+}
+
 VS_DEVICE int64_t candidate(float z, int32_t column) {
   return static_cast<int64_t>((static_cast<uint64_t>(bits(z)) << 32) | static_cast<uint32_t>(column));
 }
+VS_DEVICE int64_t place_of_candidate(int64_t candidate, const Columns& columns) {
+  const auto word = static_cast<uint64_t>(candidate);
+  return place_of(from_bits(static_cast<uint32_t>(word >> 32)), columns.vocab_start + static_cast<uint32_t>(word));
+}
 
-// The places of `count` candidates, whose words are `apart` in `listed`, into `list`; their lowest and highest orders
-// into s.
+// The places of `count` candidates in their place; their lowest and highest orders into s.
 template <int kThreads>
-VS_DEVICE Listed<kThreads> place_listed(const int64_t* listed, int32_t apart, uint32_t count, int64_t* list,
-                                        const Columns& columns, CrossingShared<kThreads>& s) {
+VS_DEVICE Listed<kThreads> place_listed(int64_t* list, uint32_t count, const Columns& columns,
+                                        CrossingShared<kThreads>& s) {
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    const auto word = static_cast<uint64_t>(__ldcg(listed + apart * i));
-    const float z = from_bits(static_cast<uint32_t>(word >> 32));
-    list[i] = place_of(z, columns.vocab_start + static_cast<uint32_t>(word));
-    lowest = min(lowest, order_of(z));
-    highest = max(highest, order_of(z));
+    list[i] = place_of_candidate(__ldcg(list + i), columns);
+    const auto order = static_cast<int32_t>(list[i] >> 32);
+    lowest = min(lowest, order);
+    highest = max(highest, order);
   }
   lowest = __reduce_min_sync(kAllLanes, lowest);
   highest = __reduce_max_sync(kAllLanes, highest);

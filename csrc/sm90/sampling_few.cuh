@@ -53,6 +53,7 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
   static_assert(kThreads == kFewPlaces);
   const SamplingRows& p = call.rows;
   const auto i = static_cast<int32_t>(threadIdx.x);
+  const int64_t target_id = target_id_of(p, row.n);
   int64_t place = s.few[i];
   int32_t better = 0;
 #pragma unroll 4
@@ -63,6 +64,9 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
   if (i < count) s.few_mass[better] = place;
   __syncthreads();
   place = s.few_mass[i];
+  const int32_t column = i < count ? column_at(row.columns, place) : 0;
+  TileOfColumns tile(row.columns, column);  // asked for, before it is known whether it is kept
+  const Target target = target_of(row, target_id);
   const int32_t kept = keep_best(p, row, y_max, place, count, total, s);
   if (kept == 0) return false;
   int64_t cut = s.few_mass[kept - 1];
@@ -71,12 +75,12 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
   Race race;
   const Terms term(y_max, row.scale);
   const float cut_z = fmaxf(cut_logit(cut), -FLT_MAX);  // -inf has no term
-  const int32_t tie = last_equal(cut, row.columns);
+  const int32_t last = last_equal(cut, row.columns);
   // tiles and clocks by warps of their own, if there are enough
   const bool apart = 2 * kept <= kThreads;
   if (i < kept)
-    add_tile_of(row.columns, term, cut_z, tie, place, race.sum,
-                [&](float z, int32_t column) { return z > cut_z || (z == cut_z && column <= tie); });
+    add_tile_of(tile, column, row.columns.valid, term, cut_z, last, race.sum,
+                [&](float z, int32_t at) { return z > cut_z || (z == cut_z && at <= last); });
   const int32_t racing = apart ? i - kThreads / 2 : i;
   if (p.draw && racing >= 0 && racing < kept) {
     if (apart) place = s.few_mass[racing];
@@ -85,8 +89,7 @@ VS_DEVICE bool finish_few(const SamplingStream& call, const Row& row, float y_ma
     const Look look = look_at(clamp_logit(mul(z, row.scale)), id, p.seed, row.key);
     race.first = {{look.arrival, who_is(id, z)}};
   }
-  const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race);
-  if (i == 0) put_row(call, row, cut, whole.first(), whole.partial(y_max));
+  finish_race(call, row, target, cut, y_max, part_of(race), s);
   return true;
 }
 

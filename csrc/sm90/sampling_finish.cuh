@@ -16,7 +16,7 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, const Row& r
   int64_t cut = kKeepAll;
   bool found = false;
   if (count <= kListed) {
-    const Listed<kThreads> source = place_listed(listed, 1, count, listed, columns, s);
+    const Listed<kThreads> source = place_listed(listed, count, columns, s);
     found = find_cut(source, s, p, row, y_max, s.lowest, s.highest, cut);
   }
   if (!found) cut = cut_of_all(p, row, y_max, s);
@@ -27,7 +27,9 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, const Row& r
     const int32_t tie = last_equal(cut, columns);
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
       const int64_t place = listed[i];
-      add_tile_of(columns, term, cut_z, tie, place, race.sum,
+      const int32_t column = column_at(columns, place);
+      TileOfColumns tile(columns, column);
+      add_tile_of(tile, column, columns.valid, term, cut_z, tie, race.sum,
                   [&](float z, int32_t) { return mul(z, term.scale) >= low; });
       if (place < cut || !p.draw) continue;
       const float z = logit_of(static_cast<int32_t>(place >> 32));
@@ -38,8 +40,7 @@ __device__ __noinline__ void finish_row(const SamplingStream& call, const Row& r
   } else {
     race_over_all<kThreads>(p, row, y_max, cut, race);
   }
-  const PartOfRow whole = part_of_row<kThreads / 32>(s.words, race);
-  if (threadIdx.x == 0) put_row(call, row, cut, whole.first(), whole.partial(y_max));
+  finish_race(call, row, target_of(row, target_id_of(p, row.n)), cut, y_max, part_of(race), s);
 }
 
 }  // namespace vocabshard::sm90::sampling

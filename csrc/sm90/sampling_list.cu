@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kFewThreads, 6)
     const Partial uncut = real ? uncut_of<kFewThreads>(call, n, s.of_warp) : Partial{};
     const float y_max = uncut.y_max;
     if (!usable(row, y_max)) {
-      if (threadIdx.x == 0) put_row(call, row, kKeepAll, {{kNoArrival, kNobody}}, uncut);
+      if (threadIdx.x < 32)
+        put_row(call, row, target_of(row, target_id_of(p, row.n)), kKeepAll, {{kNoArrival, kNobody}}, uncut);
       return;
     }
     float low;

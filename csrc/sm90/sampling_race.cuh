@@ -141,13 +141,11 @@ VS_DEVICE int32_t column_at(const Columns& columns, int64_t place) {
   return static_cast<int32_t>(kEveryTie - static_cast<int64_t>(static_cast<uint32_t>(place)) - columns.vocab_start);
 }
 
-// The sum of the kept columns of a place's tile, if no column of it before the place has(z, column). `cut_z`, `tie`:
-// the cut, z finite and column.
+// The sum of the kept columns of a tile, if none of it before `column` has(z, column). `cut_z`, `tie`: the cut, z
+// finite and column.
 template <class Has>
-VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, float cut_z, int32_t tie, int64_t place,
-                           logits::Counters& sum, const Has& has) {
-  const int32_t column = column_at(columns, place);
-  TileOfColumns tile(columns, column);
+VS_DEVICE void add_tile_of(TileOfColumns& tile, int32_t column, int32_t valid, const Terms& term, float cut_z,
+                           int32_t tie, logits::Counters& sum, const Has& has) {
   uint32_t which = 0;
 #pragma unroll
   for (int i = 0; i < kTile / 4; ++i) {
@@ -155,7 +153,7 @@ VS_DEVICE void add_tile_of(const Columns& columns, const Terms& term, float cut_
 #pragma unroll
     for (int j = 0; j < 4; ++j) which |= has(z[j], tile.first + 4 * i + j) ? 1u << (4 * i + j) : 0;
   }
-  if ((which & ((1u << (column - tile.first)) - 1)) == 0) sum.add_positive(tile.sum(term, cut_z, tie, columns.valid));
+  if ((which & ((1u << (column - tile.first)) - 1)) == 0) sum.add_positive(tile.sum(term, cut_z, tie, valid));
 }
 
 // This thread's share of all columns under a cut.
@@ -196,14 +194,49 @@ VS_DEVICE void race_over(const SamplingRows& p, const Row& row, float y_max, int
   }
 }
 
-// Of all threads of a CTA, with sums that some have already.
-template <int kWarps>
-VS_DEVICE PartOfRow part_of_row(int64_t (*words)[kLimbs], const Race& race, const Words<kLimbs>& more = {}) {
-  Words<kLimbs> sums;
-  race.sum.get(sums.x);
-  sums = over_block<kWarps>(words, Sum()(sums, more), Sum());
-  const Words<2> first = over_block<kWarps>(words, race.first, Smaller());
-  return {first.x[0], first.x[1], {sums.x[0], sums.x[1], sums.x[2]}, 0, 0};
+VS_DEVICE PartOfRow no_part() { return {kNoArrival, kNobody, {0, 0, 0}, 0, 0}; }
+VS_DEVICE PartOfRow part_of(const Race& race) {
+  PartOfRow part = {race.first.x[0], race.first.x[1]};
+  race.sum.get(part.c);
+  return part;
+}
+
+// The smallest of the lanes' arrivals and, of equals, ids. Ids differ.
+VS_DEVICE Words<2> first_of_warp(const Words<2>& mine) {
+  const auto high = static_cast<int32_t>(mine.x[0] >> 32), id = static_cast<int32_t>(mine.x[1] >> 32);
+  const auto low = static_cast<uint32_t>(mine.x[0]), order = static_cast<uint32_t>(mine.x[1]);
+  const int32_t least_high = __reduce_min_sync(kAllLanes, high);
+  const uint32_t least_low = __reduce_min_sync(kAllLanes, high == least_high ? low : ~0u);
+  const int32_t least_id = __reduce_min_sync(kAllLanes, high == least_high && low == least_low ? id : INT32_MAX);
+  const uint32_t its_order = __reduce_min_sync(kAllLanes, id == least_id ? order : ~0u);
+  return {{least_high * (int64_t{1} << 32) + least_low, least_id * (int64_t{1} << 32) + its_order}};
+}
+
+// What all lanes have, for each of them. kMassPieces: see sum_of_warp; 0: without masses.
+template <int kMassPieces>
+VS_DEVICE PartOfRow over_warp(PartOfRow mine) {
+  if (__any_sync(kAllLanes, mine.arrival != kNoArrival)) {
+    const Words<2> first = first_of_warp(mine.first());
+    mine.arrival = first.x[0], mine.who = first.x[1];
+  }
+#pragma unroll
+  for (int i = 0; i < kLimbs; ++i) mine.c[i] = sum_of_warp<2>(mine.c[i]);  // of a row below 2^46
+  if constexpr (kMassPieces > 0) {
+    mine.total = sum_of_warp<kMassPieces>(mine.total);
+    mine.above = sum_of_warp<kMassPieces>(mine.above);
+  }
+  return mine;
+}
+
+// What all threads have: each puts its own, and behind a barrier a warp gets the whole. s: a part for every warp.
+template <int kMassPieces>
+VS_DEVICE void put_part(PartOfRow* s, const PartOfRow& mine) {
+  const PartOfRow of_warp = over_warp<kMassPieces>(mine);
+  if (threadIdx.x % 32 == 0) s[threadIdx.x / 32] = of_warp;
+}
+template <int kWarps, int kMassPieces>
+VS_DEVICE PartOfRow whole_part(const PartOfRow* s) {
+  return over_warp<kMassPieces>(threadIdx.x % 32 < kWarps ? s[threadIdx.x % 32] : no_part());
 }
 
 }  // namespace vocabshard::sm90::sampling

@@ -173,9 +173,7 @@ VS_DEVICE int64_t up_to_thread(int64_t (*s)[kLimbs], int64_t mine) {
   __syncthreads();  // the last one's words are read
   if (lane == 31) s[warp][0] = mine;
   __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps - 1; ++w) mine += w < warp ? s[w][0] : 0;
-  return mine;
+  return mine + sum_of_warp(lane < warp ? s[lane][0] : 0);
 }
 
 constexpr int64_t kNobody = INT64_MAX;
@@ -192,14 +190,28 @@ VS_DEVICE Partial uncut_of(const SamplingStream& call, int64_t n, Partial* of_wa
   return record_load<false>(call.uncut + n, call.rows.rows);
 }
 
-// A row's results, by one thread: `partial` has the sums of what is kept. Out of line, as it folds.
-static __device__ __noinline__ void put_row(const SamplingStream& call, const Row& row, int64_t cut,
-                                            const Words<2>& first, Partial partial) {
+// What a row is scored at, where it is given: a column that is not here is NaN.
+struct Target {
+  int64_t id;
+  float z;
+};
+
+VS_DEVICE int64_t target_id_of(const SamplingRows& p, int64_t n) { return p.target_ids ? p.target_ids[n] : -1; }
+VS_DEVICE Target target_of(const Row& row, int64_t id) {
+  const int64_t local = id - row.columns.vocab_start;
+  const bool here = id >= 0 && local >= 0 && local < row.columns.valid;
+  return {id, here ? row.columns.row[local] : quiet_nan()};
+}
+
+// A row's results, by a warp whose lanes all have them: `partial` has the sums of what is kept. In line, where `call`
+// is a kernel's parameter: by an address, every field of it is read from memory.
+VS_DEVICE void put_row(const SamplingStream& call, const Row& row, const Target& given, int64_t cut,
+                       const Words<2>& first, Partial partial) {
   const SamplingRows& p = call.rows;
   const int64_t n = row.n;
-  const bool some = p.draw && first.x[0] != kNoArrival;
+  const bool some = p.draw && first.x[0] != kNoArrival, stores = row.real && threadIdx.x % 32 == 0;
   const int64_t id = some ? first.x[1] >> 32 : -1;
-  if (row.real) {
+  if (stores) {
     p.cut[n] = cut;
     if (p.draw) {
       p.drawn[n] = first.x[0];
@@ -207,20 +219,18 @@ static __device__ __noinline__ void put_row(const SamplingStream& call, const Ro
       p.drawn[2 * p.rows + n] = some ? static_cast<int32_t>(static_cast<uint32_t>(first.x[1])) : order_of(neg_inf());
     }
   }
-  partial.y_target = quiet_nan();
-  const int64_t target = p.target_ids ? p.target_ids[n] : id, local = target - row.columns.vocab_start;
-  if (p.target_ids == nullptr) {
-    float z = logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1])));
-    if (some && z == 0.0f) z = row.columns.row[local];  // its sign
-    if (some) partial.y_target = mul(z, row.scale);
-  } else if (local >= 0 && local < row.columns.valid && target >= 0) {
-    const float x = row.columns.row[local];
-    partial.y_target = is_cut(x, target, cut_logit(cut), cut_tie(cut)) ? neg_inf() : mul(x, row.scale);
+  const bool drawn = p.target_ids == nullptr;
+  float z = given.z;
+  if (drawn && some) {
+    z = logit_of(static_cast<int32_t>(static_cast<uint32_t>(first.x[1])));
+    if (z == 0.0f) z = row.columns.row[id - row.columns.vocab_start];  // its sign
   }
+  const bool left_out = !drawn && is_cut(z, given.id, cut_logit(cut), cut_tie(cut));
+  partial.y_target = left_out ? neg_inf() : mul(z, row.scale);
   partial_finish(partial);
   if (call.folds)
-    fold_row<false>(row.real ? call.fold : FoldRows{}, n, partial, target);
-  else if (row.real)
+    fold_row_by_warp(row.real ? call.fold : FoldRows{}, n, partial, drawn ? id : given.id);
+  else if (stores)
     record_store<false>(p.records + n, p.rows, partial);
 }
 

@@ -42,6 +42,20 @@ struct Sum {
   }
 };
 
+// The sum of what a warp's lanes have, by pieces of which 32 fit into 32 bits. kPieces = 2: where |mine| < 2^53.
+template <int kPieces = 3>
+VS_DEVICE int64_t sum_of_warp(int64_t mine) {
+  constexpr int kBits = 27;
+  int64_t sum = 0;
+#pragma unroll
+  for (int i = 0; i + 1 < kPieces; ++i, mine >>= kBits) {
+    const uint32_t piece = static_cast<uint32_t>(mine) & ((1u << kBits) - 1);
+    sum += static_cast<int64_t>(__reduce_add_sync(kAllLanes, piece)) << (kBits * i);
+  }
+  return sum + static_cast<int64_t>(__reduce_add_sync(kAllLanes, static_cast<int32_t>(mine))) *
+                   (int64_t{1} << (kBits * (kPieces - 1)));
+}
+
 struct alignas(16) Bin {
   uint32_t count, mass[3];  // a mass of 41 bits in three pieces
 };
@@ -61,14 +75,17 @@ VS_DEVICE int64_t mass_fast(float y, int32_t k_max) {
   return (m >> 1) + (m & (m >> 1) & 1);  // half a unit: to even
 }
 
-VS_DEVICE void add_to(Bin& bin, uint32_t count, bool by_mass, int64_t mass) {
-  atomicAdd(&bin.count, count);
-  if (!by_mass) return;
+VS_DEVICE void add_mass(Bin& bin, int64_t mass) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const uint32_t piece = static_cast<uint32_t>(mass >> (kPieceBits * i)) & ((1u << kPieceBits) - 1);
     if (piece != 0) atomicAdd(&bin.mass[i], piece);
   }
+}
+
+VS_DEVICE void add_to(Bin& bin, uint32_t count, bool by_mass, int64_t mass) {
+  atomicAdd(&bin.count, count);
+  if (by_mass) add_mass(bin, mass);
 }
 
 VS_DEVICE int64_t whole_mass(const Bin& bin) {

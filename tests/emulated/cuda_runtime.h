@@ -127,16 +127,17 @@ T __shfl_up_sync(unsigned lanes, T mine, int by) {
                    [&](const auto& of_lane, int lane) { return of_lane(lane < by ? lane : lane - by); });
 }
 
-template <class Op>
-int reduce_warp(const char* operation, unsigned lanes, int mine, const Op& op) {
+template <class T, class Op>
+T reduce_warp(const char* operation, unsigned lanes, T mine, const Op& op) {
   return over_warp(operation, lanes, mine, [&](const auto& of_lane, int) {
-    int all = of_lane(0);
+    T all = of_lane(0);
     for (int lane = 1; lane < 32; ++lane) all = op(all, of_lane(lane));
     return all;
   });
 }
-inline int __reduce_min_sync(unsigned lanes, int mine) {
-  return reduce_warp("__reduce_min_sync", lanes, mine, [](int a, int b) { return a < b ? a : b; });
+template <class T>
+T __reduce_min_sync(unsigned lanes, T mine) {
+  return reduce_warp("__reduce_min_sync", lanes, mine, [](T a, T b) { return a < b ? a : b; });
 }
 inline int __reduce_max_sync(unsigned lanes, int mine) {
   return reduce_warp("__reduce_max_sync", lanes, mine, [](int a, int b) { return a > b ? a : b; });
@@ -149,6 +150,10 @@ inline unsigned __ballot_sync(unsigned lanes, bool mine) {
   });
 }
 inline void __syncwarp() { emulated::meet_warp("__syncwarp", 0); }
+template <class T>
+T __reduce_add_sync(unsigned lanes, T mine) {
+  return reduce_warp("__reduce_add_sync", lanes, mine, [](T a, T b) { return a + b; });
+}
 inline int __any_sync(unsigned lanes, bool mine) {
   return reduce_warp("__any_sync", lanes, mine, [](int a, int b) { return a | b; });
 }

@@ -13,6 +13,7 @@ namespace vocabshard::sm90::ptx {
 VS_DEVICE void grid_launch_next() {}
 VS_DEVICE void grid_wait() { emulated::grid_wait(); }
 
+VS_DEVICE uint32_t add_in_turn(uint32_t* at, uint32_t by) { return atomicAdd(at, by); }
 // Other blocks do not run meanwhile, but the grid before may.
 VS_DEVICE int32_t load_acquire(const int32_t* at) {
   if (emulated::run.acquires) emulated::run.acquires(at);
