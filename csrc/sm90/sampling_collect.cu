@@ -44,35 +44,17 @@ VS_DEVICE Share share_of_left(const Workspace& work, int32_t rows, int32_t valid
   }
   const uint32_t parts = left == 0 ? 1 : min(gridDim.x / left, static_cast<uint32_t>(kMostParts));
   if (blockIdx.x >= left * parts) return {-1, 0, 0, 0};
-  if ((mine >> lane & 1) != 0 && before == blockIdx.x / parts) s.bin = n;
+  if ((mine >> lane & 1) != 0 && before == blockIdx.x % left) s.bin = n;
   __syncthreads();
   const auto each = static_cast<int32_t>((static_cast<uint32_t>(valid) + kTile * parts - 1) / (kTile * parts)) * kTile;
-  return {s.bin, static_cast<int32_t>(blockIdx.x % parts), static_cast<int32_t>(parts), each};
+  return {s.bin, static_cast<int32_t>(blockIdx.x / left), static_cast<int32_t>(parts), each};
 }
 
-VS_DEVICE void collect(const SamplingStream& call, const Workspace& work, const Share& share, Candidate* list,
-                       CrossingShared<kThreads>& s, EarlyShared<kThreads>& early) {
-  const SamplingRows& p = call.rows;
-  const int64_t n = share.row;
-  const Head head = work.heads[n];
-  const Row row = row_of(p, n);
-  if (!head.usable) {
-    if (share.part == 0 && threadIdx.x < 32)
-      put_row(call, row, target_of(row, target_id_of(p, row.n)), kKeepAll, {{kNoArrival, kNobody}},
-              record_load<false>(call.uncut + n, p.rows));
-    return;
-  }
-  Collected collected(head.bound);
-  collect_columns(p, row, head.window, Scales(head.y_max, row.scale), work.noise + n * kNoiseWords, share.begin(p),
-                  share.end(p), list, kListed, collected, s, early);
-  __syncthreads();
-
-  auto* const listed = reinterpret_cast<Candidate*>(work.candidates + n * kCandidateWords);
-  PartOfRow* const all = work.parts + n * kMostParts;
-  if (come_together(work.heads[n], all + share.part, collected, share.parts, list, kListed, listed, s))
-    finish_window(call, row, head.y_max, head.bound, &work.heads[n].listed, listed, reinterpret_cast<Waiting*>(list),
-                  all, share.parts, s);
-}
+// A made-up row of a tile, the first column of which is its only candidate.
+__device__ __align__(16) float made_up[kTile];
+__device__ Candidate made_up_listed[kThreads] = {{0, -1.0f, 0.0f}};
+__device__ const uint32_t made_up_count = 1, made_up_noise = 0;
+__device__ const PartOfRow made_up_part = {kNoArrival, kNobody, {1, 0, 0}, int64_t{1} << kMassBits, 0};
 
 // part_columns = 0: of rows that are left.
 __global__ void __launch_bounds__(kThreads, 1)
@@ -82,21 +64,62 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ EarlyShared<kThreads> early;
   const SamplingRows& p = call.rows;
   const Workspace work(call.workspace, p.rows);
-  if (threadIdx.x == 0) s.count = 0, early.bound = 0x7f800000;
-  Share share = {};
-  if (part_columns > 0) {
-    share = share_of_all(parts_of_all, part_columns);
-    if (p.draw)  // nobody has made it
-      make_noise<kThreads>(work.noise + share.row * kNoiseWords, row_of(p, share.row), p.seed, share.begin(p),
-                           share.end(p));
-    ptx::grid_wait();
+  const auto rows = static_cast<int32_t>(p.rows), valid = static_cast<int32_t>(p.valid);
+  Share share = {0, 0, 1, kTile};
+  Row row = {0, {made_up, kTile, 0}, 1.0f, 0, false};
+  Head head = {0.0f, {-1.0f, 1.0f}, 0, 0, 1.0f, true};
+  int32_t end = kTile;
+  const uint32_t *noise = &made_up_noise, *candidates = &made_up_count;
+  const Candidate* listed = made_up_listed;
+  const PartOfRow* all = &made_up_part;
+  const bool rehearses = part_columns == 0 && __syncthreads_or(work.early(call.unmerged.schedule.clusters * 5 / 4));
+#pragma unroll 1
+  for (int pass = rehearses ? 0 : 1;; ++pass) {
+    if (threadIdx.x == 0) s.count = 0, early.bound = 0x7f800000;
+    if (pass > 0) {
+      if (part_columns > 0) {
+        share = share_of_all(parts_of_all, part_columns);
+        if (p.draw)  // nobody has made it
+          make_noise<kThreads>(work.noise + share.row * kNoiseWords, row_of(p, share.row), p.seed, share.begin(p),
+                               share.end(p));
+        ptx::grid_wait();
+        __syncthreads();
+      } else {
+        wait_for_words(work.states, rows, kDone);
+        share = share_of_left(work, rows, valid, s);
+      }
+      ptx::grid_launch_next();
+      if (share.row < 0) break;
+      head = work.heads[share.row];
+      row = row_of(p, share.row);
+      if (!head.usable) {
+        if (share.part == 0 && threadIdx.x < 32)
+          put_row(call, row, target_of(row, target_id_of(p, row.n)), kKeepAll, {{kNoArrival, kNobody}},
+                  record_load<false>(call.uncut + row.n, p.rows));
+        break;
+      }
+      noise = work.noise + share.row * kNoiseWords, end = share.end(p);
+    } else {
+      __syncthreads();
+    }
+    Collected collected(head.bound);
+    collect_columns(p, row, head.window, Scales(head.y_max, row.scale), noise, share.part * share.columns, end, list,
+                    kListed, collected, s, early);
     __syncthreads();
-  } else {
-    wait_for_words(work.states, static_cast<int32_t>(p.rows), kDone);
-    share = share_of_left(work, static_cast<int32_t>(p.rows), static_cast<int32_t>(p.valid), s);
+    if (pass > 0) {
+      auto* const together = reinterpret_cast<Candidate*>(work.candidates + row.n * kCandidateWords);
+      PartOfRow* const parts = work.parts + row.n * kMostParts;
+      Head& of_row = work.heads[row.n];
+      if (!come_together(of_row, parts + share.part, collected, share.part == 0, share.parts, list, kListed, together,
+                         s))
+        break;
+      candidates = &of_row.listed, listed = together, all = parts;
+    }
+    finish_window(call, row, head.y_max, head.bound, candidates, listed, reinterpret_cast<Waiting*>(list), all,
+                  share.parts, s);
+    if (pass > 0) break;
+    __syncthreads();
   }
-  ptx::grid_launch_next();
-  if (share.row >= 0) collect(call, work, share, list, s, early);
   ptx::grid_wait();  // who waits for this grid waits for those before it
 }
 

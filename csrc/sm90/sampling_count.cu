@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kTilesAtOnce = 3;        // of a warp
 constexpr int kAtOnceOfTile = 6;       // columns of a lane
-constexpr int32_t kMostColumns = 512;  // of which the candidates of a row are, that is decided here
+constexpr int32_t kMostColumns = 144;  // of which the candidates of a row are, that is decided here
 constexpr int32_t kLeftOpen = 2;       // tiles of the forward's CTAs, whose last ones come late
 constexpr int kMostPauses = 4000;      // of half a microsecond
 constexpr int64_t kManyRows = 16;      // of which fewer tiles are counted

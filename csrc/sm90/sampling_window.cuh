@@ -29,11 +29,28 @@ struct Collected {
   VS_DEVICE explicit Collected(float bound) : bound(bound) {}
 };
 
+// Whether this CTA is to finish the row, which one of its `parts` CTAs does, by one thread. The first one waits for the
+// others, as it has run before; if that takes long, the last one does it, as the others may not have begun: they may
+// need the place that this one holds.
+VS_DEVICE bool is_last(uint32_t* collected, bool first, uint32_t parts) {
+  constexpr uint32_t kGivenUp = 1 << 16;
+  constexpr int kMostPolls = 500;
+  constexpr uint32_t kBetween = 50;  // ns
+  const uint32_t others = ptx::add_in_turn(collected, 1);
+  if (others == parts - 1 || !first) return others == parts - 1 + (first ? 0 : kGivenUp);
+  const auto* const word = reinterpret_cast<const int32_t*>(collected);
+  for (int i = 0; i < kMostPolls; ++i) {
+    if (ptx::load_acquire(word) == static_cast<int32_t>(parts)) return true;
+    ptx::pause(kBetween);
+  }
+  return ptx::add_in_turn(collected, kGivenUp) == parts;
+}
+
 // A CTA's share of a row goes to those of the row's other CTAs; of its s.count candidates the first `room` are in
 // `list`. True: all are there, the first kListed candidates in `listed`, and there are more where a list had no room.
 template <int kThreads>
-VS_DEVICE bool come_together(Head& head, PartOfRow* to, const Collected& mine, int32_t parts, const Candidate* list,
-                             uint32_t room, Candidate* listed, CrossingShared<kThreads>& s) {
+VS_DEVICE bool come_together(Head& head, PartOfRow* to, const Collected& mine, bool first, int32_t parts,
+                             const Candidate* list, uint32_t room, Candidate* listed, CrossingShared<kThreads>& s) {
   const uint32_t count = s.count;
   uint32_t place = 0;
   if (threadIdx.x == 0 && count > 0) place = atomicAdd(&head.listed, count > room ? kListed + 1u : count);
@@ -51,7 +68,7 @@ VS_DEVICE bool come_together(Head& head, PartOfRow* to, const Collected& mine, i
     if (place + i < kListed)
       *reinterpret_cast<longlong2*>(listed + place + i) = *reinterpret_cast<const longlong2*>(list + i);
   __syncthreads();
-  if (threadIdx.x == 0) s.last = ptx::add_in_turn(&head.collected, 1) + 1 == static_cast<uint32_t>(parts);
+  if (threadIdx.x == 0) s.last = is_last(&head.collected, first, static_cast<uint32_t>(parts));
   __syncthreads();
   return s.last;
 }
