@@ -1,7 +1,7 @@
 // First of two grids for a top_p of few rows whose logits a forward writes at the same time (sampling_stream.h). A
 // small CTA fits beside each of the forward's. These count columns by depth, tile by tile, while the forward goes on.
 // Behind it one of a row's CTAs knows the exact sum, and so at once in which window of y the last kept column lies.
-// Where few columns reach the window, it decides the row itself; the next grid takes the others.
+// Of few rows it decides that itself whose window few columns reach; the next grid takes the others.
 //
 // For that it runs once on a made-up row at first, which fetches the code.
 #include <algorithm>
@@ -18,7 +18,8 @@ namespace {
 
 constexpr int kTilesAtOnce = 3;        // of a warp
 constexpr int kAtOnceOfTile = 6;       // columns of a lane
-constexpr int32_t kMostColumns = 144;  // of which the candidates of a row are, that is decided here
+constexpr int64_t kDecidedRows = 4;    // of so few some are decided here; the next grid would wait for them
+constexpr int32_t kMostColumns = 144;  // of which the candidates of such a row are
 constexpr int32_t kLeftOpen = 2;       // tiles of the forward's CTAs, whose last ones come late
 constexpr int kMostPauses = 4000;      // of half a microsecond
 constexpr int64_t kManyRows = 16;      // of which fewer tiles are counted
@@ -239,7 +240,7 @@ VS_DEVICE RowState decide(const SamplingStream& call, const Row& row, int64_t n,
   Window window = window_of(prepared.deeper, prepared.top, each, rest, s);
   if (!row.real) window = {-1.0f, 1.0f};
   const bool careful = y_max < -kLogitLimit + 256.0f;  // logits are clamped
-  if (!row.real || (!careful && window.low > prepared.many_below)) {
+  if (!row.real || (p.rows <= kDecidedRows && !careful && window.low > prepared.many_below)) {
     // What all columns' masses come to, of which the record knows but roundings: a tile's four, a mass's one, and those
     // made here. That tells nearly always where few columns are kept.
     Total total = {static_cast<int64_t>(sum.terms * (0x1p+40 - 0x1p+20)),

@@ -170,7 +170,7 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
   // the forward ends while a block waits for it, by either way
   int polls = 0;
   emulated::run.block_starts = [&] {
-    if (emulated::run.launches == 0 && c.maxima) work.words[kEndedWord] = c.rehearse ? polls = 0 : 1 << 20;
+    if (c.maxima) work.words[kEndedWord] = c.rehearse ? polls = 0 : 1 << 20;
     hidden.hide();
   };
   emulated::run.grid_waits = [&] { hidden.show(); };
