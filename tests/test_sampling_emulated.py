@@ -210,7 +210,7 @@ class Way(NamedTuple):
 
 WAYS = {
     "partials": Way(partials=True, rehearse=True, hide=True),
-    "few-rows": Way(partials=True, rehearse=True, hide=True, at_once=4),
+    "few-rows": Way(partials=True, rehearse=True, hide=True, at_once=2),
     "lost": Way(partials=True, rehearse=True, hide=True, lost=True),
     "no-maxima": Way(maxima=False, hide=True, order=2),
     "fold": Way(partials=True, rehearse=True, hide=True, fold=True, order=2),
@@ -328,7 +328,7 @@ def test_rows_are_decided_in_every_way(library: ctypes.CDLL, name: str, way: str
         ("sampling_few.cuh", "  __syncthreads();\n  place = s.", "  place = s.", 5003, "top_k 1", "cut: .* differ"),
         ("sampling_few.cuh", "kept = min(kept, __", "if (i < count) kept = min(kept, __", 5003, "top_k 1", "wait"),
         ("sampling_list.cu", "      ptx::grid_wait();\n", "", 5003, "top_k 50", "cut: .* differ"),
-        ("sampling_count.cu", "if (real) wait_for_word", "if (false) wait_for_word", 5003, "top_p 0.95", "differ"),
+        ("sampling_count.cu", "if (real) wait_for_forward", "if (false) wait_for_forward", 5003, "top_p 0.95", "differ"),
         ("sampling_window.cuh", "kept || c.with < 0.0f", "kept", 5003, "top_p 0.95", "record"),
         ("sampling_columns.cuh", "  if (all > 1) with = -1.0f;\n", "", 5003, "top_p 0.95", "record"),
         ("sampling_columns.cuh", "noisy >> at % 32u & kept", "0", 700, "top_p 0.95", "arrival"),

@@ -28,6 +28,19 @@ VS_DEVICE Share share_of_all(int32_t parts, int32_t columns) {
   return {blockIdx.x / parts, static_cast<int32_t>(blockIdx.x % parts), parts, columns};
 }
 
+// Until all rows are decided or left.
+VS_DEVICE void wait_for_states(const Workspace& work, int32_t rows, int32_t ctas) {
+  const auto n = static_cast<int32_t>(threadIdx.x);
+  bool there = n > 0 || wait_for_word(work.words + kEndedWord, ctas, true);
+  __syncthreads();
+  for (int i = 0; n < rows && ptx::load_acquire(work.states + n) == kUndecided; ++i) {
+    if (i == kMostLooks) there = false;
+    if (!there) break;
+    ptx::pause(kOften);
+  }
+  if (__syncthreads_or(!there)) ptx::grid_wait();
+}
+
 // As launch_count does: those that it has not decided, by all CTAs.
 VS_DEVICE Share share_of_left(const Workspace& work, int32_t rows, int32_t valid, CrossingShared<kThreads>& s) {
   static_assert(kThreads >= kMostStates);
@@ -86,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::grid_wait();
         __syncthreads();
       } else {
-        wait_for_words(work.states, rows, kDone);
+        wait_for_states(work, rows, 2 * call.unmerged.schedule.clusters);
         share = share_of_left(work, rows, valid, s);
       }
       ptx::grid_launch_next();

@@ -18,10 +18,9 @@ namespace {
 
 constexpr int kTilesAtOnce = 3;        // of a warp
 constexpr int kAtOnceOfTile = 6;       // columns of a lane
-constexpr int64_t kDecidedRows = 4;    // of so few some are decided here; the next grid would wait for them
+constexpr int64_t kDecidedRows = 2;    // of so few some are decided here; the next grid would wait for them
 constexpr int32_t kMostColumns = 144;  // of which the candidates of such a row are
 constexpr int32_t kLeftOpen = 2;       // tiles of the forward's CTAs, whose last ones come late
-constexpr int kMostPauses = 4000;      // of half a microsecond
 constexpr int64_t kManyRows = 16;      // of which fewer tiles are counted
 constexpr float kHeadroom = 8.0f;      // of y, above the largest column of the first tiles
 
@@ -34,10 +33,10 @@ VS_DEVICE void wait_for_tile(const int32_t* words, const Schedule& schedule, int
   bool stored = true;
   if (threadIdx.x == 0) {
     const int32_t wanted = kTellingWarps * ctas_with_more(schedule, tile);
-    for (int i = 0; !(stored = ptx::load_acquire(words + kTileWord + tile) >= wanted) && i < kMostPauses &&
+    for (int i = 0; !(stored = ptx::load_acquire(words + kTileWord + tile) >= wanted) && i < kMostLooks &&
                     ptx::load_acquire(words + kEndedWord) < 2 * schedule.clusters;
          ++i)
-      ptx::pause(500);
+      ptx::pause(kRarely);
   }
   if (__syncthreads_or(!stored)) ptx::grid_wait();
 }
@@ -292,7 +291,7 @@ __global__ void __launch_bounds__(kFewThreads, 6)
       prepared = prepare(call, n, each, s);
     }
     if (last) {
-      if (real) wait_for_words(work.words + kEndedWord, 1, 2 * call.unmerged.schedule.clusters);
+      if (real) wait_for_forward(work.words, 2 * call.unmerged.schedule.clusters);
       const RowState state = decide(call, row, n, prepared, each, s);
       if (real && threadIdx.x == 0) ptx::store_release(work.states + n, state);
     }

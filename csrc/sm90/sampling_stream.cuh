@@ -88,15 +88,24 @@ struct Workspace {
   VS_DEVICE bool early(int32_t ctas) const { return *static_cast<volatile const int32_t*>(words + kEndedWord) < ctas; }
 };
 
-// By all threads of a CTA: until the first `words` have come to what is `wanted`, or the grid before has ended, which
-// it waits for if that takes too long. Who waits so begins some 2 us sooner than behind the grid.
-VS_DEVICE void wait_for_words(const int32_t* at, int32_t words, int32_t wanted) {
-  constexpr int kMostPolls = 4000;
-  constexpr uint32_t kBetween = 100;  // ns
-  bool there = true;
-  if (static_cast<int32_t>(threadIdx.x) < words)
-    for (int i = 0; !(there = ptx::load_acquire(at + threadIdx.x) >= wanted) && i < kMostPolls; ++i)
-      ptx::pause(kBetween);
+// Who waits beside a forward looks at words that all its CTAs add to: as rarely as it can, or the forward feels it.
+constexpr uint32_t kRarely = 2000, kOften = 100;  // ns
+constexpr int kMostLooks = 500;                   // then the grid before is waited for
+
+// Until a word has come to what is `wanted`, or nearly if that will do. False: it takes too long.
+VS_DEVICE bool wait_for_word(const int32_t* word, int32_t wanted, bool nearly) {
+  const int32_t near = wanted - wanted / 8;
+  for (int i = 0; i < kMostLooks; ++i) {
+    const int32_t x = ptx::load_acquire(word);
+    if (x >= (nearly ? near : wanted)) return true;
+    ptx::pause(x < near ? kRarely : kOften);
+  }
+  return false;
+}
+
+// By all threads of a CTA: until so many CTAs of the forward have ended. Some 2 us sooner than by waiting for its grid.
+VS_DEVICE void wait_for_forward(const int32_t* words, int32_t ctas) {
+  const bool there = threadIdx.x > 0 || wait_for_word(words + kEndedWord, ctas, false);
   if (__syncthreads_or(!there)) ptx::grid_wait();
 }
 
