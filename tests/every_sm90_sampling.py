@@ -45,8 +45,9 @@ def main() -> None:
             runs += 4
         vs.linear_logp(hidden, weight, target, topk=20, backend="sm90")
         runs += 1
-    for n in (1, 5, 70):  # so many columns that the forward leaves time for a grid beside it
-        hidden, weight = torch.randn(n, 64).bfloat16(), torch.randn(36000, 64).bfloat16()
+    # so many columns that the forward leaves time for a grid beside it; three tiles a CTA (docs/testing.md: racecheck)
+    for n in (1, 5, 70):
+        hidden, weight = torch.randn(n, 64).bfloat16(), torch.randn(60000, 64).bfloat16()
         vs.vocab_parallel_sample(hidden, weight, program=PROGRAMS[2], seed=7, backend="sm90")
         vs.vocab_parallel_sample(5 * hidden, weight, program=PROGRAMS[2], seed=7, backend="sm90")
         runs += 2
