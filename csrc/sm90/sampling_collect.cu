@@ -28,25 +28,29 @@ VS_DEVICE Share share_of_all(int32_t parts, int32_t columns) {
   return {blockIdx.x / parts, static_cast<int32_t>(blockIdx.x % parts), parts, columns};
 }
 
-// Until all rows are decided or left.
-VS_DEVICE void wait_for_states(const Workspace& work, int32_t rows, int32_t ctas) {
+// Until all rows are decided or left. Returns the state of the thread's one.
+VS_DEVICE int32_t wait_for_states(const Workspace& work, int32_t rows, int32_t ctas) {
   const auto n = static_cast<int32_t>(threadIdx.x);
-  bool there = n > 0 || wait_for_word(work.words + kEndedWord, ctas, true);
+  int32_t state = n < rows ? kUndecided : kDone;
+  if (n == 0) wait_for_word(work.words + kEndedWord, ctas, true);
   __syncthreads();
-  for (int i = 0; n < rows && ptx::load_acquire(work.states + n) == kUndecided; ++i) {
-    if (i == kMostLooks) there = false;
-    if (!there) break;
-    ptx::pause(kOften);
+  for (int i = 0; state == kUndecided && i < kMostLooks; ++i) {
+    state = ptx::load_acquire(work.states + n);
+    if (state == kUndecided) ptx::pause(kOften);
   }
-  if (__syncthreads_or(!there)) ptx::grid_wait();
+  if (__syncthreads_or(state == kUndecided)) {
+    ptx::grid_wait();
+    if (n < rows) state = __ldcg(work.states + n);
+  }
+  return state;
 }
 
 // As launch_count does: those that it has not decided, by all CTAs.
-VS_DEVICE Share share_of_left(const Workspace& work, int32_t rows, int32_t valid, CrossingShared<kThreads>& s) {
+VS_DEVICE Share share_of_left(int32_t state, int32_t valid, CrossingShared<kThreads>& s) {
   static_assert(kThreads >= kMostStates);
   auto* const of_warp = reinterpret_cast<uint32_t*>(s.few);  // which of its rows
   const auto n = static_cast<int32_t>(threadIdx.x), warp = n / 32, lane = n % 32;
-  const uint32_t mine = __ballot_sync(kAllLanes, n < rows && __ldcg(work.states + n) == kLeft);
+  const uint32_t mine = __ballot_sync(kAllLanes, state == kLeft);
   if (lane == 0) of_warp[warp] = mine;
   __syncthreads();
   uint32_t left = 0, before = __popc(mine & ((1u << lane) - 1));
@@ -77,7 +81,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ EarlyShared<kThreads> early;
   const SamplingRows& p = call.rows;
   const Workspace work(call.workspace, p.rows);
-  const auto rows = static_cast<int32_t>(p.rows), valid = static_cast<int32_t>(p.valid);
   Share share = {0, 0, 1, kTile};
   Row row = {0, {made_up, kTile, 0}, 1.0f, 0, false};
   Head head = {0.0f, {-1.0f, 1.0f}, 0, 0, 1.0f, true};
@@ -99,8 +102,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::grid_wait();
         __syncthreads();
       } else {
-        wait_for_states(work, rows, 2 * call.unmerged.schedule.clusters);
-        share = share_of_left(work, rows, valid, s);
+        const int32_t state = wait_for_states(work, static_cast<int32_t>(p.rows), 2 * call.unmerged.schedule.clusters);
+        share = share_of_left(state, static_cast<int32_t>(p.valid), s);
       }
       ptx::grid_launch_next();
       if (share.row < 0) break;

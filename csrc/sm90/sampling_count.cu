@@ -16,6 +16,7 @@ namespace vocabshard::sm90::sampling {
 
 namespace {
 
+constexpr int kRecordsOfThread = 2;    // of the forward's CTAs
 constexpr int kTilesAtOnce = 3;        // of a warp
 constexpr int kAtOnceOfTile = 6;       // columns of a lane
 constexpr int64_t kDecidedRows = 2;    // of so few some are decided here; the next grid would wait for them
@@ -140,6 +141,7 @@ struct Prepared {
   float many_below;   // y from which on down there are too many columns to be looked at here
   float best, clock;  // the y of the best column that was counted, where `draws`
   bool draws;
+  int32_t record[kRecordsOfThread];  // where the forward leaves them, or -1
 };
 
 // Once all CTAs of the row have counted.
@@ -158,12 +160,22 @@ VS_DEVICE Prepared prepare(const SamplingStream& call, int64_t n, float each, Fe
   for (int i = 0; i < kOfThread; ++i) mine += static_cast<int32_t>(counts[i]);
   const auto up_to = static_cast<float>(up_to_thread<kFewWarps>(s.words, mine));
   const int32_t few = __syncthreads_count(up_to * each <= static_cast<float>(kMostColumns));  // threads
-  return {deeper,
-          top,
-          top - static_cast<float>(kOfThread * few) / kDepthsPerY,
-          logit_of(static_cast<int32_t>((best >> 32) ^ 0x80000000u)),
-          from_bits(static_cast<uint32_t>(best)),
-          best != 0};
+  const UnmergedRows& from = call.unmerged;
+  const auto block = static_cast<int32_t>(n) / from.block_rows, of_block = static_cast<int32_t>(n) % from.block_rows;
+  const RowPartials there(from.schedule, block);
+  Prepared prepared = {deeper,
+                       top,
+                       top - static_cast<float>(kOfThread * few) / kDepthsPerY,
+                       logit_of(static_cast<int32_t>((best >> 32) ^ 0x80000000u)),
+                       from_bits(static_cast<uint32_t>(best)),
+                       best != 0,
+                       {}};
+#pragma unroll
+  for (int i = 0; i < kRecordsOfThread; ++i) {
+    const int64_t place = there.place(static_cast<int32_t>(threadIdx.x) + kFewThreads * i);
+    prepared.record[i] = place < 0 ? -1 : static_cast<int32_t>(place) * (kRecordWords * from.block_rows) + of_block;
+  }
+  return prepared;
 }
 
 // What the forward's CTAs have of a row, as far as a window wants it.
@@ -172,26 +184,18 @@ struct Sum {
   double terms;  // in units of 2^k, k that of y_max
 };
 
-VS_DEVICE Sum sum_of_partials(const SamplingStream& call, const Row& row, FewShared& s) {
-  constexpr int kAtOnce = 2;  // of a thread; more where a GPU has more than 256 multiprocessors
-  const UnmergedRows& from = call.unmerged;
-  const int64_t block_rows = row.real ? from.block_rows : 0;
-  const RowPartials there(from.schedule, static_cast<int32_t>(row.n / from.block_rows));
-  const int64_t* const records = row.real ? from.partials + row.n % block_rows : made_up_record;
+VS_DEVICE Sum sum_of_partials(const UnmergedRows& from, const Row& row, const Prepared& prepared, FewShared& s) {
   const auto warp = static_cast<int32_t>(threadIdx.x / 32);
-  const auto load = [&](int32_t i) {
-    if (i >= there.count) return partial_identity();
-    return record_load<false>(records + there.place(i) * (kRecordWords * block_rows), block_rows);
-  };
-  Partial mine[kAtOnce];
+  Partial mine[kRecordsOfThread];
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) mine[i] = load(static_cast<int32_t>(threadIdx.x) + kFewThreads * i);
-#pragma unroll 1
-  for (auto i = static_cast<int32_t>(threadIdx.x) + kFewThreads * kAtOnce; i < there.count; i += kFewThreads)
-    partial_merge(mine[0], load(i));
+  for (int i = 0; i < kRecordsOfThread; ++i)
+    mine[i] = prepared.record[i] < 0 ? partial_identity()
+              : row.real             ? record_load<false>(from.partials + prepared.record[i], from.block_rows)
+                                     : record_load<false>(made_up_record, 0);
   int32_t order = INT32_MIN;
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) order = max(order, is_nan(mine[i].y_max) ? INT32_MAX : order_of(mine[i].y_max));
+  for (int i = 0; i < kRecordsOfThread; ++i)
+    order = max(order, is_nan(mine[i].y_max) ? INT32_MAX : order_of(mine[i].y_max));
   order = __reduce_max_sync(kAllLanes, order);
   __syncthreads();
   if (threadIdx.x % 32 == 0) s.words[warp][0] = order;
@@ -202,7 +206,7 @@ VS_DEVICE Sum sum_of_partials(const SamplingStream& call, const Row& row, FewSha
   const int32_t k_max = k_of_max(y_max);
   double terms = 0.0;
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
+  for (int i = 0; i < kRecordsOfThread; ++i) {
     const int32_t n = 32 * (limb_top(k_of_max(mine[i].y_max)) - 1) - k_max;
     if (n > -1022 && !poisons(y_max))  // else next to nothing
       terms += mul(counters_value(mine[i].c), from_bits(static_cast<uint64_t>(1023 + n) << 52));
@@ -224,7 +228,7 @@ VS_DEVICE RowState decide(const SamplingStream& call, const Row& row, int64_t n,
   const Workspace work(call.workspace, p.rows);
   const int32_t groups = (row.columns.valid + kMaximaColumns - 1) / kMaximaColumns;
   Maxima maxima(row.real ? work.maxima + n * kRowMaxima : row.columns.row, groups);
-  const Sum sum = sum_of_partials(call, row, s);
+  const Sum sum = sum_of_partials(call.unmerged, row, prepared, s);
   const float y_max = sum.y_max;
   if (!usable(row, y_max)) {
     const Partial uncut = uncut_of<kFewThreads>(call, n, s.of_warp);
@@ -303,7 +307,8 @@ __global__ void __launch_bounds__(kFewThreads, 6)
 }  // namespace
 
 bool has_time(const Schedule& s) {
-  return s.units == 1 && (s.over > 0 ? s.tiles_over : s.tiles) > 1 && s.tiles_over <= kToldTiles;
+  return s.units == 1 && (s.over > 0 ? s.tiles_over : s.tiles) > 1 && s.tiles_over <= kToldTiles &&
+         2 * s.clusters <= kRecordsOfThread * kFewThreads;
 }
 
 void launch_count(const SamplingStream& call, cudaStream_t stream) {
