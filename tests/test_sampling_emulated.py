@@ -69,7 +69,7 @@ class Call(ctypes.Structure):
 
     FIELDS = (
         "logits rows row_stride valid vocab_start scales scale steps kinds numbers lns seed row_keys target_ids maxima "
-        "partials rehearse hide lost fold order uncut cut drawn records logp lse decided_by noise"
+        "partials rehearse hide lost fold order uncut cut drawn records logp lse decided_by listed noise"
     ).split()
     _fields_ = [(field, ctypes.c_double if field == "scale" else ctypes.c_int64) for field in FIELDS]
 
@@ -108,7 +108,7 @@ def library(objects: dict[str, Path]) -> ctypes.CDLL:
 
 KINDS = (
     "flat peaked steep one-peak ties equal ascending together many-groups more-equals far-apart nan inf none zeros "
-    "lowest below too-large masked one-column last few-hundred thousands by-groups two-levels halves"
+    "lowest below too-large masked one-column last few-hundred thousands by-groups two-levels halves dozen half-of-all"
 ).split()
 
 
@@ -142,6 +142,8 @@ def rows_of(V: int) -> Tensor:
     row["thousands"][64 : 64 + min(V // 2, 4000)] += 12
     row["by-groups"][::64] += 13
     row["two-levels"].copy_(torch.where(torch.rand(V, generator=g) < 0.01, 20.0, -20.0))
+    row["dozen"][7 : V : max(1, V // 12)] += 9
+    row["half-of-all"][5] = 11.0  # of 50304: this column
     row["halves"].fill_(-60.0)[: V // 128 * 128 : 64] = 9.0  # p = 0.5 falls between two of these equals
     return z
 
@@ -228,11 +230,12 @@ def emulate(library: ctypes.CDLL, V: int, name: str, way: Way) -> Counter[str]:
     """Compares all that the grids give. Returns what decided how many of the usable rows."""
     decided_by: Counter[str] = Counter()
     for first in range(0, len(KINDS), way.at_once):
-        decided_by += emulate_some(library, V, name, way, slice(first, first + way.at_once))
+        decided_by += emulate_some(library, V, name, way, slice(first, first + way.at_once))[0]
     return decided_by
 
 
-def emulate_some(library: ctypes.CDLL, V: int, name: str, way: Way, some: slice) -> Counter[str]:
+def emulate_some(library: ctypes.CDLL, V: int, name: str, way: Way, some: slice) -> tuple[Counter[str], Tensor]:
+    """And how many candidates were collected."""
     z, steps, expected = rows_of(V)[some], PROGRAMS[name].steps, expected_of(V, name).of(some)
     (vocab_start, scale), keys, rows = shard_of(V), row_keys()[some], len(z)
     if isinstance(scale, Tensor):
@@ -258,7 +261,7 @@ def emulate_some(library: ctypes.CDLL, V: int, name: str, way: Way, some: slice)
         "row_keys": keys,
         "target_ids": None if way.draw else targets,
     }
-    results = {"cut": new(rows), "drawn": new(3, rows), "records": new(4, rows), "decided_by": new(rows)}
+    results = {"cut": new(rows), "drawn": new(3, rows), "records": new(4, rows), "decided_by": new(rows), "listed": new(rows)}
     folded = {"logp": logp, "lse": lse}
     noise = torch.zeros(rows, NOISE_WORDS, dtype=torch.int32)
     tensors = {**given, **results, **folded, "uncut": uncut.clone(), "noise": noise}
@@ -289,7 +292,7 @@ def emulate_some(library: ctypes.CDLL, V: int, name: str, way: Way, some: slice)
         bits = (noise[:, :, None] >> torch.arange(32)).flatten(1)[:, :V] & 1 > 0
         words = sampling_torch.random_words(vocab_start + torch.arange(V), 0, SEED, keys)
         assert torch.equal(bits, words < EARLY_BELOW), "noise differs"
-    return Counter(DECIDED_BY[i] for i in results["decided_by"][expected.usable].tolist())
+    return Counter(DECIDED_BY[i] for i in results["decided_by"][expected.usable].tolist()), results["listed"]
 
 
 def cases() -> list[tuple[int, str, str]]:
@@ -320,6 +323,16 @@ def test_rows_have_the_bytes_of_the_reference(library: ctypes.CDLL, V: int, name
 )
 def test_rows_are_decided_in_every_way(library: ctypes.CDLL, name: str, way: str, decided_by: set[str]) -> None:
     assert set(emulate(library, 20032, name, WAYS[way])) == decided_by
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_windows_are_narrow(library: ctypes.CDLL, order: int) -> None:
+    """Also of a row whose estimated mass is less certain with its likeliest column than without."""
+    way = Way(partials=True, rehearse=True, hide=True, order=order)
+    listed = torch.zeros(len(KINDS), dtype=torch.int64)
+    for some in (slice(0, 4), slice(len(KINDS) - 4, len(KINDS))):
+        listed[some] = emulate_some(library, 50304, "top_p 0.95", way, some)[1]
+    assert all(1 <= listed[KINDS.index(kind)] < 1000 for kind in ("flat", "peaked", "half-of-all")), listed
 
 
 @pytest.mark.parametrize(

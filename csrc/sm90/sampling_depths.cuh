@@ -12,7 +12,7 @@
 namespace vocabshard::sm90::sampling {
 
 constexpr float kDepthsPerY = 128.0f;
-constexpr float kSigmas = 4.0f, kBias = 0.001f;  // of an estimated mass
+constexpr float kSigmas = 5.0f, kBias = 0.001f;  // of an estimated mass
 constexpr float kUnseen = 10.0f;                 // times the columns that one stands for: so many none misses
 constexpr float kTooDeep = 1e-8f;                // more than what lies below all depths, of 2^18 columns
 
@@ -145,7 +145,8 @@ VS_DEVICE Window window_of(const DeeperSums& sums, float top, float each, float 
   const bool is_last = threadIdx.x == kThreads - 1;
   if (little(before, weight_at(deepest)) && (is_last || !little(behind, weight_at(deepest - kDepthsOfThread))))
     s.bin = static_cast<int32_t>(threadIdx.x);
-  if (!much(before) && (is_last || much(behind))) s.few_count = threadIdx.x;
+  // the deepest: less deep, the likeliest columns may make the sum less certain than they make it larger
+  if (!much(before) && (is_last || much(behind))) atomicMin(&s.few_count, threadIdx.x);
   __syncthreads();
   const int32_t thread = warp == 0 ? s.bin : static_cast<int32_t>(s.few_count);
   if (warp < 2 && thread < kThreads) {

@@ -171,14 +171,13 @@ template <class T>
 T atomicAdd(T* at, std::common_type_t<T> by) {
   return change_atomically(at, [&](T x) { return x + by; });
 }
-inline unsigned long long atomicMax(unsigned long long* at, unsigned long long other) {
-  return change_atomically(at, [&](unsigned long long x) { return x > other ? x : other; });
+template <class T>
+T atomicMin(T* at, std::common_type_t<T> other) {
+  return change_atomically(at, [&](T x) { return x < other ? x : other; });
 }
-inline int atomicMin(int* at, int other) {
-  return change_atomically(at, [&](int x) { return x < other ? x : other; });
-}
-inline int atomicMax(int* at, int other) {
-  return change_atomically(at, [&](int x) { return x > other ? x : other; });
+template <class T>
+T atomicMax(T* at, std::common_type_t<T> other) {
+  return change_atomically(at, [&](T x) { return x > other ? x : other; });
 }
 template <class T>
 T __ldcg(const T* at) {

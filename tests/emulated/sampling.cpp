@@ -34,7 +34,7 @@ struct Call {
   emulated::Order order;
   int64_t *uncut, *cut, *drawn, *records;
   float *logp, *lse;
-  int64_t* decided_by;  // [rows]: a Source
+  int64_t *decided_by, *listed;  // [rows]: a Source; candidates that the grid had which collects
   uint32_t* noise;      // [rows, kNoiseWords] of a top_p's, or null
 };
 
@@ -185,7 +185,10 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
   else
     emulated::fail("such rows are not streamed");
   hidden.show();
-  for (int64_t n = 0; n < c.rows; ++n) c.decided_by[n] = decided_by(c, work, n);
+  for (int64_t n = 0; n < c.rows; ++n) {
+    c.decided_by[n] = decided_by(c, work, n);
+    c.listed[n] = c.decided_by[n] == kCollected || c.decided_by[n] == kCollectedAll ? work.heads[n].listed : 0;
+  }
   if (c.noise) std::copy_n(work.noise, c.rows * sampling::kNoiseWords, c.noise);
   return emulated::run.failure.c_str();
 }
