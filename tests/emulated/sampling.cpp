@@ -35,7 +35,7 @@ struct Call {
   int64_t *uncut, *cut, *drawn, *records;
   float *logp, *lse;
   int64_t *decided_by, *listed;  // [rows]: a Source; candidates that the grid had which collects
-  uint32_t* noise;      // [rows, kNoiseWords] of a top_p's, or null
+  uint32_t* noise;               // [rows, kNoiseWords] of a top_p's, or null
 };
 
 // Which candidates decided: few, those listed from groups, those of the grid that collects, or all columns.
@@ -108,7 +108,8 @@ std::vector<int64_t> make_partials(const Call& c, const Schedule& schedule, int6
 Source decided_by(const Call& c, const sampling::Workspace& work, int64_t n) {
   const sampling::Head& head = work.heads[n];
   if (c.steps == 1 && c.kinds[0] == kTopP) {
-    if (!c.partials || work.states[n] == sampling::kLeft) return head.listed > sampling::kListed ? kCollectedAll : kCollected;
+    if (!c.partials || work.states[n] == sampling::kLeft)
+      return head.listed > sampling::kListed ? kCollectedAll : kCollected;
   }
   const int64_t* const list = work.candidates + n * sampling::kCandidateWords;
   const int64_t listed = std::find(list, list + sampling::kListed, kUnwritten) - list;
