@@ -10,6 +10,9 @@ namespace vocabshard::sm90::sampling {
 namespace {
 
 constexpr int kThreads = 512;
+// So that a CTA fits beside one of launch_count, which stays until the forward has ended: 512 * 104 + 128 * 80 <=
+// 65536.
+#define VS_COLLECT_REGISTERS 104
 constexpr int kCollectBytes = sizeof(Candidate) * kListed;
 
 // How CTAs share a row that each of them has a part of.
@@ -74,7 +77,7 @@ __device__ const uint32_t made_up_count = 1, made_up_noise = 0;
 __device__ const PartOfRow made_up_part = {kNoArrival, kNobody, {1, 0, 0}, int64_t{1} << kMassBits, 0};
 
 // part_columns = 0: of rows that are left.
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __maxnreg__(VS_COLLECT_REGISTERS)
     collect_kernel(const __grid_constant__ SamplingStream call, int32_t part_columns, int32_t parts_of_all) {
   extern __shared__ __align__(128) Candidate list[];
   __shared__ CrossingShared<kThreads> s;

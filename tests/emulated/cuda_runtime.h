@@ -17,6 +17,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(registers)
 #define __align__(n) alignas(n)
 
 // ---- types ----
