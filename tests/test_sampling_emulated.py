@@ -261,13 +261,8 @@ def emulate_some(library: ctypes.CDLL, V: int, name: str, way: Way, some: slice)
         "row_keys": keys,
         "target_ids": None if way.draw else targets,
     }
-    results = {
-        "cut": new(rows),
-        "drawn": new(3, rows),
-        "records": new(4, rows),
-        "decided_by": new(rows),
-        "listed": new(rows),
-    }
+    results = {"cut": new(rows), "drawn": new(3, rows), "records": new(4, rows)}
+    results |= {"decided_by": new(rows), "listed": new(rows)}
     folded = {"logp": logp, "lse": lse}
     noise = torch.zeros(rows, NOISE_WORDS, dtype=torch.int32)
     tensors = {**given, **results, **folded, "uncut": uncut.clone(), "noise": noise}
@@ -347,14 +342,7 @@ def test_windows_are_narrow(library: ctypes.CDLL, order: int) -> None:
         ("sampling_few.cuh", "  __syncthreads();\n  place = s.", "  place = s.", 5003, "top_k 1", "cut: .* differ"),
         ("sampling_few.cuh", "kept = min(kept, __", "if (i < count) kept = min(kept, __", 5003, "top_k 1", "wait"),
         ("sampling_list.cu", "      ptx::grid_wait();\n", "", 5003, "top_k 50", "cut: .* differ"),
-        (
-            "sampling_count.cu",
-            "if (real) wait_for_forward",
-            "if (false) wait_for_forward",
-            5003,
-            "top_p 0.95",
-            "differ",
-        ),
+        ("sampling_count.cu", "(real) wait_for_forward", "(false) wait_for_forward", 5003, "top_p 0.95", "differ"),
         ("sampling_window.cuh", "kept || c.with < 0.0f", "kept", 5003, "top_p 0.95", "record"),
         ("sampling_columns.cuh", "  if (all > 1) with = -1.0f;\n", "", 5003, "top_p 0.95", "record"),
         ("sampling_columns.cuh", "noisy >> at % 32u & kept", "0", 700, "top_p 0.95", "arrival"),

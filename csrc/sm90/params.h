@@ -47,7 +47,7 @@ struct WgmmaShape {
 
 // hidden and weight as the tensor copy engine reads them: see mainloop.cuh.
 struct alignas(128) Operands {
-  CUtensorMap hidden;    // {D, N}, box {64, half a block of rows, or a block where columns are shared}
+  CUtensorMap hidden;    // {D, N}, box {64, hidden_rows}
   CUtensorMap tile;      // whole groups of 64 columns permuted, box of a whole tile; none where columns are shared
   CUtensorMap group;     // the same, box of one group, or half of it where columns are shared
   CUtensorMap tail;      // {D, V_local} as it lies, box of a group or half: for the last V_local mod 64 columns
@@ -55,7 +55,7 @@ struct alignas(128) Operands {
   bool read_once;        // nobody else wants what is read of weight: it need not stay in L2
   int32_t k_blocks;      // ceil(D / 64)
   int32_t whole_groups;  // V_local / 64
-  int32_t hidden_rows;   // of a box of hidden
+  int32_t hidden_rows;   // half a block, or a block where columns are shared; fewer where N is less
 };
 
 // Tokens to be drawn beside.

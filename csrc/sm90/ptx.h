@@ -188,7 +188,6 @@ VS_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Loads that stay where they stand: the compiler may not make them early and keep what they bring.
 // Nobody else adds there at the time, so there is no order to choose. Subnormal sums become zero.
 VS_DEVICE void add_in_memory(float* at, const float4& x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x.x), "f"(x.y), "f"(x.z),
@@ -196,6 +195,7 @@ VS_DEVICE void add_in_memory(float* at, const float4& x) {
                : "memory");
 }
 
+// Loads that stay where they stand: the compiler may not make them early and keep what they bring.
 VS_DEVICE float4 load_float4(const void* at) {
   float4 x;
   asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -1,6 +1,6 @@
 // Last of the grids for a top_p (sampling_stream.h): one read of every row lists the candidates for its last kept
-// column, sums masses exactly, and races and sums what is better. The last CTA of a row finds the cut and does the
-// rest.
+// column, sums masses exactly, and races and sums what is better. One CTA of a row, once all have come, finds the cut
+// and does the rest.
 #include "sm90/launch.h"
 #include "sm90/sampling_columns.cuh"
 #include "sm90/sampling_grids.h"

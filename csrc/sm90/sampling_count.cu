@@ -289,12 +289,9 @@ __global__ void __launch_bounds__(kFewThreads, 6)
       __syncthreads();
       last = s.last;
     }
-    Prepared prepared = {};
     if (last) {
       __threadfence();
-      prepared = prepare(call, n, each, s);
-    }
-    if (last) {
+      const Prepared prepared = prepare(call, n, each, s);
       if (real) wait_for_forward(work.words, 2 * call.unmerged.schedule.clusters);
       const RowState state = decide(call, row, n, prepared, each, s);
       if (real && threadIdx.x == 0) ptx::store_release(work.states + n, state);

@@ -142,11 +142,11 @@ VS_DEVICE Window window_of(const DeeperSums& sums, float top, float each, float 
   const auto much = [&](const DepthSums& deeper) {
     return each * deeper.mass * (1.0f - kBias) - spread * ptx::sqrt(deeper.squares) > rest;
   };
-  const bool is_last = threadIdx.x == kThreads - 1;
-  if (little(before, weight_at(deepest)) && (is_last || !little(behind, weight_at(deepest - kDepthsOfThread))))
+  const bool none_behind = threadIdx.x == kThreads - 1;
+  if (little(before, weight_at(deepest)) && (none_behind || !little(behind, weight_at(deepest - kDepthsOfThread))))
     s.bin = static_cast<int32_t>(threadIdx.x);
   // the deepest: less deep, the likeliest columns may make the sum less certain than they make it larger
-  if (!much(before) && (is_last || much(behind))) atomicMin(&s.few_count, threadIdx.x);
+  if (!much(before) && (none_behind || much(behind))) atomicMin(&s.few_count, threadIdx.x);
   __syncthreads();
   const int32_t thread = warp == 0 ? s.bin : static_cast<int32_t>(s.few_count);
   if (warp < 2 && thread < kThreads) {

@@ -1,5 +1,5 @@
 // The end of a row under a top_p, once it is known in which window of y its last kept column lies: several CTAs list
-// the candidates and sum what is kept for sure, and the last of them to come does the rest.
+// the candidates and sum what is kept for sure, and one of them does the rest once all have come.
 #pragma once
 
 #include "sm90/sampling_crossing.cuh"
@@ -137,8 +137,8 @@ VS_DEVICE float bound_of_arrival(int32_t earliest, const Terms& term) {
   return fmaxf(mul(from_bits(static_cast<uint32_t>(min(max(b, kLeast), kMost))), kPassShare), 1e-37f);
 }
 
-// What the row's last CTA does. `listed`: its candidates, as many as there are places for them in `list`; `parts`,
-// `count`: what its CTAs had; `bound`: of terms, for who may come first.
+// What the CTA does that finishes a row. `listed`: the row's candidates, as many as there are places for them in
+// `list`; `parts`, `count`: what its CTAs had; `bound`: of terms, for who may come first.
 //
 // All of it is latency, of memory and of code that nobody has fetched: what has to be read is asked for at once, and
 // there is little code.

@@ -136,7 +136,7 @@ extern "C" __attribute__((visibility("default"))) const char* emulate_sampling(c
   std::vector<int64_t> partials;
   if (c.partials) {
     const auto blocks = c.order == emulated::Order::kShuffled ? 2 : 1, rows = static_cast<int32_t>(c.rows / blocks);
-    const auto clusters = static_cast<int32_t>(std::max<int64_t>(1, groups / 24));
+    const auto clusters = static_cast<int32_t>(std::clamp<int64_t>(groups / 24, 1, multiprocessor_count() / 2));
     const Schedule schedule = make_schedule(blocks, static_cast<int32_t>(groups), 3, clusters);
     partials = make_partials(c, schedule, rows);
     call.unmerged = {partials.data(), schedule, rows};
