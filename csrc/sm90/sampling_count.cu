@@ -283,14 +283,13 @@ __global__ void __launch_bounds__(kFewThreads, 6)
       row = row_of(call.rows, n);
       make_noise_of_part<kFewThreads>(call.rows, work, row, part, parts);
       count_columns(call, row, n, owners * part / parts, owners * (part + 1) / parts, tiles, s);
-      __threadfence();
       __syncthreads();
-      if (threadIdx.x == 0) s.last = atomicAdd(&work.counted_of(n).collected, 1u) + 1 == static_cast<uint32_t>(parts);
+      if (threadIdx.x == 0)
+        s.last = ptx::add_in_turn(&work.counted_of(n).collected, 1) + 1 == static_cast<uint32_t>(parts);
       __syncthreads();
       last = s.last;
     }
     if (last) {
-      __threadfence();
       const Prepared prepared = prepare(call, n, each, s);
       if (real) wait_for_forward(work.words, 2 * call.unmerged.schedule.clusters);
       const RowState state = decide(call, row, n, prepared, each, s);

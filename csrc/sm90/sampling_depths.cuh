@@ -144,7 +144,7 @@ VS_DEVICE Window window_of(const DeeperSums& sums, float top, float each, float 
   };
   const bool none_behind = threadIdx.x == kThreads - 1;
   if (little(before, weight_at(deepest)) && (none_behind || !little(behind, weight_at(deepest - kDepthsOfThread))))
-    s.bin = static_cast<int32_t>(threadIdx.x);
+    atomicMin(&s.bin, static_cast<int32_t>(threadIdx.x));
   // the deepest: less deep, the likeliest columns may make the sum less certain than they make it larger
   if (!much(before) && (none_behind || much(behind))) atomicMin(&s.few_count, threadIdx.x);
   __syncthreads();
