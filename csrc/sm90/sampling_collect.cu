@@ -14,6 +14,7 @@ constexpr int kThreads = 512;
 // 65536.
 #define VS_COLLECT_REGISTERS 104
 constexpr int kCollectBytes = sizeof(Candidate) * kListed;
+constexpr int64_t kRehearsedRows = 32;  // of more the forward, which goes on meanwhile, loses more than is gained
 
 // How CTAs share a row that each of them has a part of.
 struct Share {
@@ -92,7 +93,8 @@ __global__ void __maxnreg__(VS_COLLECT_REGISTERS)
   const Candidate* listed = made_up_listed;
   const PartOfRow* all = &made_up_part;
   // so early that it is done in time: it takes some 25 us
-  const bool rehearses = part_columns == 0 && __syncthreads_or(work.early(call.unmerged.schedule.clusters * 3 / 4));
+  const bool rehearses = part_columns == 0 && p.rows <= kRehearsedRows &&
+                         __syncthreads_or(work.early(call.unmerged.schedule.clusters * 3 / 4));
 #pragma unroll 1
   for (int pass = rehearses ? 0 : 1;; ++pass) {
     if (threadIdx.x == 0) s.count = 0, early.bound = 0x7f800000;
