@@ -326,14 +326,14 @@ def test_rows_are_decided_in_every_way(library: ctypes.CDLL, name: str, way: str
     assert set(emulate(library, 20032, name, WAYS[way])) == decided_by
 
 
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_windows_are_narrow(library: ctypes.CDLL, order: int) -> None:
-    """Also of a row whose estimated mass is less certain with its likeliest column than without."""
+@pytest.mark.parametrize(("V", "order"), [(20032, 2), (36000, 2), (50304, 0)])
+def test_windows_are_narrow(library: ctypes.CDLL, V: int, order: int) -> None:
+    """Also of a row whose estimated mass is less certain with its likeliest column than without: there two threads see
+    an upper end, and it shows with shuffled threads which of them is taken."""
     way = Way(partials=True, rehearse=True, hide=True, order=order)
-    listed = torch.zeros(len(KINDS), dtype=torch.int64)
-    for some in (slice(0, 4), slice(len(KINDS) - 4, len(KINDS))):
-        listed[some] = emulate_some(library, 50304, "top_p 0.95", way, some)[1]
-    assert all(1 <= listed[KINDS.index(kind)] < 1000 for kind in ("flat", "peaked", "half-of-all")), listed
+    _, listed = emulate_some(library, V, "top_p 0.95", way, slice(0, len(KINDS)))
+    counts = {kind: int(listed[KINDS.index(kind)]) for kind in ("flat", "peaked", "dozen", "half-of-all")}
+    assert all(1 <= count < 2500 for count in counts.values()), counts
 
 
 @pytest.mark.parametrize(

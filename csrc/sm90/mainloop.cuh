@@ -59,8 +59,9 @@ struct Stage {
 template <int kMBlocks, int kGroups, int kRing = kStages>
 VS_DEVICE void start_ring(const Operands& o, char* base, uint32_t shared) {
   using Layout = Ring<kMBlocks, kGroups, kRing>;
-  if (shared % 1024 != 0) __trap();                              // the swizzle counts from multiples of 1024
-  if (o.hidden_rows < (o.share_columns ? 64 : 32) * kMBlocks) {  // rows that nothing is copied to are zero
+  if (shared % 1024 != 0) __trap();  // the swizzle counts from multiples of 1024
+  const int32_t most_rows = (o.share_columns ? 64 : 32) * kMBlocks;
+  if (o.hidden_rows < most_rows) {  // what nothing is copied to is zero
     for (int i = 0; i < kRing; ++i)
       for (int j = threadIdx.x; j < Layout::kHiddenBytes / 16; j += kMainloopThreads)
         *reinterpret_cast<int4*>(base + i * Layout::kStageBytes + 16 * j) = int4{};

@@ -10,8 +10,7 @@ namespace vocabshard::sm90::sampling {
 namespace {
 
 constexpr int kThreads = 512;
-// So that a CTA fits beside one of launch_count, which stays until the forward has ended: 512 * 104 + 128 * 80 <=
-// 65536.
+// A CTA fits beside one of launch_count, which stays until the forward has ended: 512 * 104 + 128 * 80 <= 65536.
 #define VS_COLLECT_REGISTERS 104
 constexpr int kCollectBytes = sizeof(Candidate) * kListed;
 constexpr int64_t kRehearsedRows = 32;  // of more the forward, which goes on meanwhile, loses more than is gained
@@ -21,10 +20,8 @@ struct Share {
   int64_t row;  // -1: there is none left for this CTA
   int32_t part, parts, columns;
 
-  VS_DEVICE int32_t begin(const SamplingRows& p) const { return min(part * columns, static_cast<int32_t>(p.valid)); }
-  VS_DEVICE int32_t end(const SamplingRows& p) const {
-    return min((part + 1) * columns, static_cast<int32_t>(p.valid));
-  }
+  VS_DEVICE int32_t begin() const { return part * columns; }
+  VS_DEVICE int32_t end(const Row& row) const { return min(begin() + columns, row.columns.valid); }
 };
 
 // As launch_bracket leaves rows: all of them.
@@ -88,7 +85,6 @@ __global__ void __maxnreg__(VS_COLLECT_REGISTERS)
   Share share = {0, 0, 1, kTile};
   Row row = {0, {made_up, kTile, 0}, 1.0f, 0, false};
   Head head = {0.0f, {-1.0f, 1.0f}, 0, 0, 1.0f, true};
-  int32_t end = kTile;
   const uint32_t *noise = &made_up_noise, *candidates = &made_up_count;
   const Candidate* listed = made_up_listed;
   const PartOfRow* all = &made_up_part;
@@ -101,9 +97,9 @@ __global__ void __maxnreg__(VS_COLLECT_REGISTERS)
     if (pass > 0) {
       if (part_columns > 0) {
         share = share_of_all(parts_of_all, part_columns);
+        row = row_of(p, share.row);
         if (p.draw)  // nobody has made it
-          make_noise<kThreads>(work.noise + share.row * kNoiseWords, row_of(p, share.row), p.seed, share.begin(p),
-                               share.end(p));
+          make_noise<kThreads>(work.noise + share.row * kNoiseWords, row, p.seed, share.begin(), share.end(row));
         ptx::grid_wait();
         __syncthreads();
       } else {
@@ -120,12 +116,12 @@ __global__ void __maxnreg__(VS_COLLECT_REGISTERS)
                   record_load<false>(call.uncut + row.n, p.rows));
         break;
       }
-      noise = work.noise + share.row * kNoiseWords, end = share.end(p);
+      noise = work.noise + share.row * kNoiseWords;
     } else {
       __syncthreads();
     }
     Collected collected(head.bound);
-    collect_columns(p, row, head.window, Scales(head.y_max, row.scale), noise, share.part * share.columns, end, list,
+    collect_columns(p, row, head.window, Scales(head.y_max, row.scale), noise, share.begin(), share.end(row), list,
                     kListed, collected, s, early);
     __syncthreads();
     if (pass > 0) {

@@ -139,7 +139,7 @@ struct Prepared {
   DeeperSums deeper;
   float top;
   float many_below;   // y from which on down there are too many columns to be looked at here
-  float best, clock;  // the y of the best column that was counted, where `draws`
+  float best, clock;  // of the best column that was counted, where `draws`: its y, its clock
   bool draws;
   int32_t record[kRecordsOfThread];  // where the forward leaves them, or -1
 };

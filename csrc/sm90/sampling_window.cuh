@@ -32,7 +32,7 @@ struct Collected {
 // Whether this CTA is to finish the row, which one of its `parts` CTAs does, by one thread. The first one waits for the
 // others, as it has run before; if that takes long, the last one does it, as the others may not have begun: they may
 // need the place that this one holds.
-VS_DEVICE bool is_last(uint32_t* collected, bool first, uint32_t parts) {
+VS_DEVICE bool finishes_row(uint32_t* collected, bool first, uint32_t parts) {
   constexpr uint32_t kGivenUp = 1 << 16;
   constexpr int kMostPolls = 500;
   constexpr uint32_t kBetween = 50;  // ns
@@ -68,7 +68,7 @@ VS_DEVICE bool come_together(Head& head, PartOfRow* to, const Collected& mine, b
     if (place + i < kListed)
       *reinterpret_cast<longlong2*>(listed + place + i) = *reinterpret_cast<const longlong2*>(list + i);
   __syncthreads();
-  if (threadIdx.x == 0) s.last = is_last(&head.collected, first, static_cast<uint32_t>(parts));
+  if (threadIdx.x == 0) s.last = finishes_row(&head.collected, first, static_cast<uint32_t>(parts));
   __syncthreads();
   return s.last;
 }
